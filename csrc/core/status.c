@@ -1,0 +1,16 @@
+#include "../memlean.h"
+
+const char *memlean_status_string(memlean_status status)
+{
+    switch (status) {
+    case MEMLEAN_OK:
+        return "success";
+    case MEMLEAN_EARGUMENT:
+        return "a size, stride, dtype or pointer is not valid";
+    case MEMLEAN_EINDEX:
+        return "an index is outside the vocabulary";
+    case MEMLEAN_EISA:
+        return "the instruction set is unknown, or not available on this CPU";
+    }
+    return "unknown status";
+}

@@ -1,0 +1,320 @@
+/* The token log-probability on rows of any layout: row splitting, chosen tokens, and the double arithmetic per row. */
+#include <string.h>
+
+#include "../kernels/numeric.h"
+#include "dispatch.h"
+
+typedef memlean_token_logprob_params params;
+
+/* Columns gathered at a time where they are not adjacent: what the kernels take between two flushes. */
+enum { gather_columns = 2048 };
+
+static int64_t min64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t element_size(memlean_dtype dtype)
+{
+    switch (dtype) {
+    case MEMLEAN_F64:
+        return 8;
+    case MEMLEAN_F32:
+        return 4;
+    default:
+        return 2;
+    }
+}
+
+/* ---- Numbers in memory ---------------------------------------------------------------------------------------- */
+
+static double load(memlean_dtype dtype, const void *data, int64_t i)
+{
+    switch (dtype) {
+    case MEMLEAN_F64:
+        return ((const double *)data)[i];
+    case MEMLEAN_F32:
+        return (double)((const float *)data)[i];
+    case MEMLEAN_BF16:
+        return (double)ml_bf16_to_float(((const uint16_t *)data)[i]);
+    default:
+        return (double)ml_f16_to_float(((const uint16_t *)data)[i]);
+    }
+}
+
+static void store(memlean_dtype dtype, void *data, int64_t i, double value)
+{
+    switch (dtype) {
+    case MEMLEAN_F64:
+        ((double *)data)[i] = value;
+        return;
+    case MEMLEAN_F32:
+        ((float *)data)[i] = (float)value;
+        return;
+    case MEMLEAN_BF16:
+        ((uint16_t *)data)[i] = ml_float_to_bf16((float)value);
+        return;
+    default:
+        ((uint16_t *)data)[i] = ml_float_to_f16((float)value);
+    }
+}
+
+/* The dtype of results for logits of this dtype. */
+static memlean_dtype real(const params *p)
+{
+    return p->dtype == MEMLEAN_F64 ? MEMLEAN_F64 : MEMLEAN_F32;
+}
+
+/* Element offset of a row. */
+static int64_t row_offset(const params *p, int64_t row)
+{
+    int64_t offset = 0;
+    for (int d = p->row_dims - 1; d > 0; d--) {
+        offset += row % p->row_sizes[d] * p->row_strides[d];
+        row /= p->row_sizes[d];
+    }
+    return p->row_dims > 0 ? offset + row * p->row_strides[0] : 0;
+}
+
+/* Columns [begin, begin + n) of a row as adjacent elements: in place, or gathered into `buffer`. */
+static const void *columns(const params *p, int64_t offset, int64_t begin, int64_t n, void *buffer)
+{
+    const size_t size = element_size(p->dtype);
+    const char *source = (const char *)p->logits + (offset + begin * p->vocab_stride) * (int64_t)size;
+    if (p->vocab_stride == 1)
+        return source;
+    const int64_t step = p->vocab_stride * (int64_t)size;
+    for (int64_t j = 0; j < n; j++)
+        memcpy((char *)buffer + j * (int64_t)size, source + j * step, size);
+    return buffer;
+}
+
+/* ---- Checks ----------------------------------------------------------------------------------------------------- */
+
+/* The farthest element that any stride reaches is an int64_t of bytes away. */
+static int offsets_fit(const params *p)
+{
+    int64_t reach = 0;
+    for (int d = 0; d <= p->row_dims; d++) {
+        const int64_t size = d < p->row_dims ? p->row_sizes[d] : p->vocab;
+        const int64_t stride = d < p->row_dims ? p->row_strides[d] : p->vocab_stride;
+        const int64_t distance = stride < 0 ? -(stride + 1) : stride;
+        const int64_t limit = INT64_MAX / 16;
+        if (distance > limit || (distance > 0 && size - 1 > (limit - reach) / distance))
+            return 0;
+        reach += (size - 1) * distance;
+    }
+    return 1;
+}
+
+memlean_status memlean_token_logprob_check(const params *p, int64_t *position, int64_t *value)
+{
+    if ((unsigned)p->dtype >= MEMLEAN_DTYPE_COUNT || p->rows < 0 || p->vocab < 1 || p->candidates < 0)
+        return MEMLEAN_EARGUMENT;
+    if (p->row_dims < 0 || p->row_dims > MEMLEAN_MAX_DIMS || (p->candidates > 0 && p->rows > INT64_MAX / p->candidates))
+        return MEMLEAN_EARGUMENT;
+    int64_t rows = 1;
+    for (int d = 0; d < p->row_dims; d++) {
+        if (p->row_sizes[d] < 0 || (p->row_sizes[d] > 0 && rows > INT64_MAX / p->row_sizes[d]))
+            return MEMLEAN_EARGUMENT;
+        rows *= p->row_sizes[d];
+    }
+    if (rows != p->rows)
+        return MEMLEAN_EARGUMENT;
+    if (rows > 0 && !offsets_fit(p))
+        return MEMLEAN_EARGUMENT;
+    for (int64_t i = 0; i < rows * p->candidates; i++) {
+        if (p->index[i] < 0 || p->index[i] >= p->vocab) {
+            *position = i;
+            *value = p->index[i];
+            return MEMLEAN_EINDEX;
+        }
+    }
+    return MEMLEAN_OK;
+}
+
+/* ---- Forward ---------------------------------------------------------------------------------------------------- */
+
+int64_t memlean_token_logprob_segments(int64_t vocab)
+{
+    return (vocab + MEMLEAN_SEGMENT - 1) / MEMLEAN_SEGMENT;
+}
+
+static memlean_row_state empty_state(memlean_dtype dtype)
+{
+    /* The lowest finite number, not -inf, so that x - max is never -inf - -inf. */
+    return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX, .sum = 0, .shifted = 0};
+}
+
+static memlean_row_state reduce_segment(const params *p, int64_t offset, int64_t segment)
+{
+    ml_token_logprob_fwd_fn *kernel = ml_kernels()->token_logprob_fwd[p->dtype];
+    double buffer[gather_columns];
+    memlean_row_state state = empty_state(p->dtype);
+    const int64_t begin = segment * MEMLEAN_SEGMENT, end = min64(p->vocab, begin + MEMLEAN_SEGMENT);
+    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
+    for (int64_t j = begin; j < end; j += step) {
+        const int64_t n = min64(step, end - j);
+        kernel(columns(p, offset, j, n, buffer), n, p->entropy != NULL, &state);
+    }
+    return state;
+}
+
+static void rescale(memlean_row_state *state, double max)
+{
+    const double step = state->max - max, factor = ml_exp(step);
+    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
+    state->sum *= factor;
+    state->max = max;
+}
+
+static memlean_row_state merge(memlean_row_state a, memlean_row_state b)
+{
+    if (a.max < b.max)
+        rescale(&a, b.max);
+    else
+        rescale(&b, a.max);
+    return (memlean_row_state){.max = a.max, .sum = a.sum + b.sum, .shifted = a.shifted + b.shifted};
+}
+
+static void finish_row(const params *p, int64_t row, int64_t offset, memlean_row_state state)
+{
+    const int valid = state.sum > 0; /* 0: nothing but -inf. NaN: a NaN or +inf. */
+    const double excess = valid ? state.sum - 1 : NAN;
+    const double log_sum = valid ? ml_log1p(excess) : NAN;
+    const double mean_shift = state.shifted / state.sum;
+    for (int64_t k = 0; k < p->candidates; k++) {
+        const int64_t i = row * p->candidates + k;
+        const double chosen = load(p->dtype, p->logits, offset + p->index[i] * p->vocab_stride);
+        store(real(p), p->logp, i, (chosen - state.max) - log_sum);
+    }
+    if (p->entropy) {
+        const double highest = ml_log1p((double)(p->vocab - 1)), entropy = log_sum - mean_shift;
+        store(real(p), p->entropy, row, entropy > highest ? highest : entropy);
+    }
+    if (p->statistics) {
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max);
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, excess);
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2, p->entropy ? mean_shift : 0);
+    }
+}
+
+memlean_status memlean_token_logprob_forward(const params *p, int64_t begin, int64_t end)
+{
+    const int64_t segments = memlean_token_logprob_segments(p->vocab);
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t offset = row_offset(p, row);
+        memlean_row_state state = reduce_segment(p, offset, 0);
+        for (int64_t s = 1; s < segments; s++)
+            state = merge(state, reduce_segment(p, offset, s));
+        finish_row(p, row, offset, state);
+    }
+    return MEMLEAN_OK;
+}
+
+memlean_status memlean_token_logprob_reduce(const params *p, int64_t begin, int64_t end, memlean_row_state *states)
+{
+    const int64_t segments = memlean_token_logprob_segments(p->vocab);
+    for (int64_t unit = begin; unit < end; unit++)
+        states[unit] = reduce_segment(p, row_offset(p, unit / segments), unit % segments);
+    return MEMLEAN_OK;
+}
+
+memlean_status memlean_token_logprob_finish(const params *p, int64_t begin, int64_t end,
+                                            const memlean_row_state *states)
+{
+    const int64_t segments = memlean_token_logprob_segments(p->vocab);
+    for (int64_t row = begin; row < end; row++) {
+        memlean_row_state state = states[row * segments];
+        for (int64_t s = 1; s < segments; s++)
+            state = merge(state, states[row * segments + s]);
+        finish_row(p, row, row_offset(p, row), state);
+    }
+    return MEMLEAN_OK;
+}
+
+/* ---- Backward --------------------------------------------------------------------------------------------------- */
+
+/*
+ * With p_j = exp(t_j) / S, t_j = x_j - m, g_k and h the upstream gradients, G = sum g_k:
+ *     dx_j = -p_j G - h p_j (t_j - W / S) + sum of g_k with y_k = j
+ */
+typedef struct {
+    double max, log_sum, inverse_sum, mean_shift; /* m, log S, 1 / S, W / S */
+    double grad_logp, grad_entropy;               /* G, h */
+} row_gradient;
+
+static double upstream(const params *p, int64_t i)
+{
+    return p->grad_logp ? load(real(p), p->grad_logp, i) : 0;
+}
+
+/* Returns 0 where every upstream gradient of the row is 0. */
+static int prepare_row(const params *p, int64_t row, row_gradient *g)
+{
+    g->grad_entropy = p->grad_entropy ? load(real(p), p->grad_entropy, row) : 0;
+    g->grad_logp = 0;
+    int needed = g->grad_entropy != 0;
+    for (int64_t k = 0; k < p->candidates; k++) {
+        const double grad = upstream(p, row * p->candidates + k);
+        g->grad_logp += grad;
+        needed |= grad != 0;
+    }
+    const double excess = load(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1);
+    g->max = load(real(p), p->statistics, row * MEMLEAN_STATISTICS);
+    g->log_sum = ml_log1p(excess);
+    g->inverse_sum = 1 / (1 + excess);
+    g->mean_shift = load(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2);
+    return needed;
+}
+
+/* Overwrites the chosen columns in [begin, end), in double and rounded once: near p = 1 the kernel's -p G + g loses all
+ * digits where -expm1(logp) g keeps them. Quadratic in the candidates of a row that fall into the segment. */
+static void patch_chosen(const params *p, int64_t row, int64_t offset, const row_gradient *g, int64_t begin,
+                         int64_t end, void *gradient)
+{
+    const int64_t *index = p->index + row * p->candidates;
+    for (int64_t k = 0; k < p->candidates; k++) {
+        const int64_t y = index[k];
+        if (y < begin || y >= end)
+            continue;
+        double own = 0; /* sum of the gradients of all candidates at y */
+        for (int64_t l = 0; l < p->candidates; l++)
+            own += index[l] == y ? upstream(p, row * p->candidates + l) : 0;
+        const double lowest = p->dtype == MEMLEAN_F64 ? ML_EXP_LOWEST : (double)ML_EXPF_LOWEST;
+        const double distance = load(p->dtype, p->logits, offset + y * p->vocab_stride) - g->max;
+        const double t = lowest > distance ? lowest : distance;
+        const double logp = t - g->log_sum, probability = t == lowest ? 0 : ml_exp(logp);
+        const double rest = (g->grad_logp - own) + g->grad_entropy * (t - g->mean_shift);
+        store(p->dtype, gradient, y - begin, -ml_expm1(logp) * own - probability * rest);
+    }
+}
+
+memlean_status memlean_token_logprob_backward(const params *p, int64_t begin, int64_t end)
+{
+    ml_token_logprob_bwd_fn *kernel = ml_kernels()->token_logprob_bwd[p->dtype];
+    const int64_t segments = memlean_token_logprob_segments(p->vocab), size = (int64_t)element_size(p->dtype);
+    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
+    double buffer[gather_columns];
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t row = unit / segments, first = unit % segments * MEMLEAN_SEGMENT;
+        const int64_t last = min64(p->vocab, first + MEMLEAN_SEGMENT), offset = row_offset(p, row);
+        char *gradient = (char *)p->grad_logits + (row * p->vocab + first) * size;
+        row_gradient g;
+        if (!prepare_row(p, row, &g)) {
+            memset(gradient, 0, (size_t)((last - first) * size));
+            continue;
+        }
+        const ml_row_gradient factors = {
+            .max = g.max,
+            .factor = g.inverse_sum * (g.grad_entropy * g.mean_shift - g.grad_logp),
+            .slope = -g.inverse_sum * g.grad_entropy,
+        };
+        for (int64_t j = first; j < last; j += step) {
+            const int64_t n = min64(step, last - j);
+            kernel(columns(p, offset, j, n, buffer), n, &factors, gradient + (j - first) * size);
+        }
+        patch_chosen(p, row, offset, &g, first, last, gradient);
+    }
+    return MEMLEAN_OK;
+}

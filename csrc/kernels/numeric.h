@@ -1,0 +1,165 @@
+/*
+ * Scalar arithmetic shared by kernels and row splitting: dtype conversions, and exp, log1p and expm1 in double.
+ *
+ * The double functions use plain additions and multiplications in a fixed order, so that they give the same bits on
+ * every machine; libm makes no such promise.
+ */
+#ifndef MEMLEAN_NUMERIC_H
+#define MEMLEAN_NUMERIC_H
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../memlean.h"
+
+/* ---- exp in float: coefficients for e^r on |r| <= ln(2)/2, relative minimax with c0 = c1 = 1 (1.05e-7) ------------ */
+
+#define ML_EXPF_C2 0x1.fffdfcp-2f
+#define ML_EXPF_C3 0x1.5557aep-3f
+#define ML_EXPF_C4 0x1.5729f0p-5f
+#define ML_EXPF_C5 0x1.106282p-7f
+#define ML_EXPF_LOG2E 0x1.715476p+0f
+#define ML_EXPF_LN2_HI 0x1.62e430p-1f
+#define ML_EXPF_LN2_LO -0x1.05c610p-29f
+/* -127 ln 2: arguments are clamped here, where the exponent field below is 0, so exp is exactly 0 from about -87.68 on.
+ * The clamp also keeps masking constants (-1e30) and -inf from overflowing the exponent. */
+#define ML_EXPF_LOWEST -0x1.601e68p+6f
+/* 1.5 * 2^23 + 127: adding it rounds to an integer n and leaves n + 127 in the low bits, ready to become an exponent. */
+#define ML_EXPF_MAGIC 12583039.0f
+
+/* ---- exp in double ------------------------------------------------------------------------------------------------ */
+
+#define ML_EXP_LOG2E 0x1.71547652b82fep+0
+#define ML_EXP_LN2_HI 0x1.62e42feep-1 /* 32 bits, so that n * LN2_HI is exact */
+#define ML_EXP_LN2_LO 0x1.a39ef35793c76p-33
+#define ML_EXP_LOWEST -0x1.628b76e3a7b61p+9 /* -1023 ln 2 */
+#define ML_EXP_MAGIC 6755399441056767.0     /* 1.5 * 2^52 + 1023 */
+
+/* e^r by Taylor's series to r^13 / 13!; |r| <= 0.35 leaves 4e-18. */
+static inline double ml_exp_poly(double r)
+{
+    double p = 1.0 / 6227020800.0;
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    return p * r + 1.0;
+}
+
+/* e^t for t <= 0; 0 from about -708.8 on; NaN for NaN. */
+static inline double ml_exp(double t)
+{
+    t = ML_EXP_LOWEST > t ? ML_EXP_LOWEST : t;
+    const double shifted = t * ML_EXP_LOG2E + ML_EXP_MAGIC;
+    const double n = shifted - ML_EXP_MAGIC;
+    const double p = ml_exp_poly((t - n * ML_EXP_LN2_HI) - n * ML_EXP_LN2_LO);
+    uint64_t bits;
+    double scale;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits <<= 52;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+/* e^t - 1 for t <= 0. */
+static inline double ml_expm1(double t)
+{
+    if (!(t > -0.25))
+        return ml_exp(t) - 1.0;
+    double p = 1.0;
+    for (int k = 14; k >= 2; k--)
+        p = 1.0 + p * t / k;
+    return p * t;
+}
+
+/* log(1 + d) for d >= 0, by 2 atanh(d / (2 + d)) near 0 and a split of 1 + d into 2^k f otherwise. */
+static inline double ml_log1p(double d)
+{
+    if (!(d < INFINITY))
+        return d;
+    double s, k = 0.0, lost = 0.0;
+    if (d < 0.4) {
+        s = d / (2.0 + d);
+    } else {
+        const double u = 1.0 + d;
+        int exponent;
+        double f = frexp(u, &exponent);
+        if (f < 0x1.6a09e667f3bcdp-1) {
+            f *= 2.0;
+            exponent--;
+        }
+        k = exponent;
+        s = (f - 1.0) / (f + 1.0);
+        lost = (d >= 1.0 ? 1.0 - (u - d) : d - (u - 1.0)) / u;
+    }
+    const double q = s * s;
+    double series = 0.0;
+    for (int n = 25; n >= 3; n -= 2)
+        series = q * (1.0 / n + series);
+    return k * ML_EXP_LN2_HI + (2.0 * s + (2.0 * s * series + (k * ML_EXP_LN2_LO + lost)));
+}
+
+/* ---- dtypes ------------------------------------------------------------------------------------------------------- */
+
+static inline float ml_bits_to_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t ml_float_to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float ml_bf16_to_float(uint16_t x)
+{
+    return ml_bits_to_float((uint32_t)x << 16);
+}
+
+/* Round to nearest even; a NaN stays a NaN instead of carrying into infinity. */
+static inline uint16_t ml_float_to_bf16(float value)
+{
+    const uint32_t bits = ml_float_to_bits(value);
+    if (value != value)
+        return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float ml_f16_to_float(uint16_t x)
+{
+    const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
+    if (rest >= 0x7c00) /* infinity, NaN */
+        return ml_bits_to_float(sign | 0x7f800000u | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000u : 0));
+    /* Scaling by 2^112 moves the exponent's bias from 15 to 127, for normal and denormal numbers alike. */
+    return ml_bits_to_float(sign | ml_float_to_bits(ml_bits_to_float(rest << 13) * 0x1p112f));
+}
+
+static inline uint16_t ml_float_to_f16(float value)
+{
+    const uint32_t bits = ml_float_to_bits(value);
+    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    const uint32_t rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000u)
+        return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x477ff000u) /* 65520, the first that rounds to infinity */
+        return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000u) /* below 2^-14: adding 0.5 leaves the bits of a denormal half, correctly rounded */
+        return (uint16_t)(sign | (ml_float_to_bits(ml_bits_to_float(rest) + 0.5f) & 0x7fff));
+    return (uint16_t)(sign | ((rest - 0x38000000u + 0xfff + (rest >> 13 & 1)) >> 13));
+}
+
+#endif

@@ -1,0 +1,126 @@
+/*
+ * memlean: log-probability and entropy of chosen tokens, from logits, on the CPU.
+ *
+ * This is the whole C interface. It is plain C11 and knows neither Python nor torch. Functions return a status and
+ * never allocate, print or exit; they may be called from several threads at once on disjoint ranges of work.
+ */
+#ifndef MEMLEAN_H
+#define MEMLEAN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MEMLEAN_VERSION "0.1.0"
+
+typedef enum memlean_status {
+    MEMLEAN_OK = 0,
+    MEMLEAN_EARGUMENT, /* a size, stride, dtype or pointer that no call can mean */
+    MEMLEAN_EINDEX,    /* a chosen token outside [0, vocab) */
+    MEMLEAN_EISA,      /* an instruction set that this library or this CPU does not have */
+} memlean_status;
+
+/* One English sentence, valid forever. */
+const char *memlean_status_string(memlean_status status);
+
+typedef enum memlean_dtype {
+    MEMLEAN_F32 = 0,
+    MEMLEAN_BF16,
+    MEMLEAN_F16,
+    MEMLEAN_F64,
+    MEMLEAN_DTYPE_COUNT,
+} memlean_dtype;
+
+/* ---- Instruction sets ------------------------------------------------------------------------------------------ */
+
+/* Names from lowest to highest ("generic", "avx2", ...); NULL past the last. Only levels that this CPU and its
+ * operating system can run are listed. */
+const char *memlean_isa_available(int position);
+const char *memlean_isa_active(void);
+
+/* Makes `name` the active level; NULL chooses the highest available. Not to be called while kernels run. */
+memlean_status memlean_isa_select(const char *name);
+
+/* Names of the compiled kernels, "ml_token_logprob_fwd_bf16__avx2" and so on; NULL past the last. */
+const char *memlean_kernel_name(int position);
+
+/* ---- Token log-probability ------------------------------------------------------------------------------------- */
+
+enum {
+    MEMLEAN_MAX_DIMS = 64,      /* torch's own limit on the rank of a tensor */
+    MEMLEAN_STATISTICS = 3,     /* numbers kept per row: maximum, excess, mean shift; see below */
+    MEMLEAN_SEGMENT = 32 * 1024 /* columns per unit of work; part of the result's definition, not a tuning knob */
+};
+
+/* Partial result over some columns of a row: max = max x, sum = sum exp(x - max), shifted = sum (x - max) exp(x - max).
+ * Partial results of one row can be merged in any grouping. */
+typedef struct memlean_row_state {
+    double max, sum, shifted;
+} memlean_row_state;
+
+/*
+ * Rows of logits x[rows, vocab] and the tokens chosen in them, y[rows, candidates].
+ *
+ * With m = max x, S = sum exp(x - m), W = sum (x - m) exp(x - m), over one row:
+ *     logp_k  = (x[y_k] - m) - log S
+ *     entropy = log S - W / S
+ * A row with a NaN, with a +inf, or with nothing but -inf gives NaN; a chosen -inf gives logp = -inf.
+ *
+ * "real" below is double for MEMLEAN_F64 and float for every other dtype. All strides are in elements.
+ */
+typedef struct memlean_token_logprob_params {
+    memlean_dtype dtype;
+    const void *logits;
+    int64_t rows, vocab, candidates;
+    int64_t vocab_stride;
+    int32_t row_dims;           /* the rows are the last-fastest enumeration of row_sizes[row_dims] */
+    const int64_t *row_sizes;   /* [row_dims]; their product is rows */
+    const int64_t *row_strides; /* [row_dims] */
+    const int64_t *index;       /* [rows, candidates], contiguous */
+
+    /* forward */
+    void *logp;       /* real [rows, candidates] */
+    void *entropy;    /* real [rows], or NULL */
+    void *statistics; /* real [rows, MEMLEAN_STATISTICS], or NULL: m, S - 1, W / S */
+
+    /* backward; reads `statistics` */
+    const void *grad_logp;    /* real [rows, candidates], or NULL for zeros */
+    const void *grad_entropy; /* real [rows], or NULL for zeros */
+    void *grad_logits;        /* dtype [rows, vocab], contiguous */
+} memlean_token_logprob_params;
+
+/* Sizes, strides and index, before anything is read or written. For MEMLEAN_EINDEX, *position is the flat position of
+ * the first bad index, and *value that index. */
+memlean_status memlean_token_logprob_check(const memlean_token_logprob_params *params, int64_t *position,
+                                           int64_t *value);
+
+/* Units of work are (row, segment) pairs, row * segments + segment. Their cut depends on vocab only, which is why the
+ * result has the same bits however the units are shared out. */
+int64_t memlean_token_logprob_segments(int64_t vocab);
+
+/* Whole rows [begin, end): logp, entropy, statistics. */
+memlean_status memlean_token_logprob_forward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
+
+/* The same in two steps, for few long rows: the units [begin, end) into states[rows * segments], then whole rows. */
+memlean_status memlean_token_logprob_reduce(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
+                                            memlean_row_state *states);
+memlean_status memlean_token_logprob_finish(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
+                                            const memlean_row_state *states);
+
+/* The units [begin, end) of grad_logits. A row whose upstream gradients are all 0 is filled with zeros and not read. */
+memlean_status memlean_token_logprob_backward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
+
+/* ---- Memory ---------------------------------------------------------------------------------------------------- */
+
+/* Asks the operating system to back a large, not yet touched allocation by huge pages. Does nothing where that is not
+ * on offer, and never fails. */
+void memlean_advise_hugepages(void *data, size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,44 @@
+"""Every environment variable that memlean reads, with its default.
+
+========================== ======== ==============================================================================
+variable                   default  meaning
+========================== ======== ==============================================================================
+MEMLEAN_DISABLE_NATIVE     0        1: do not load the C kernels; the generic path computes everything
+MEMLEAN_ISA                highest  generic, avx2 or avx512: highest instruction set to use; read once, at import
+MEMLEAN_HUGEPAGE           1        0: do not ask for huge pages for large gradients; read once, at import
+MEMLEAN_CHUNK_BYTES        64 MiB   bytes of the largest temporary of the generic path (32 MiB with entropy)
+========================== ======== ==============================================================================
+"""
+
+import os
+
+DEFAULT_CHUNK_BYTES = 64 * 2**20
+DEFAULT_CHUNK_BYTES_ENTROPY = 32 * 2**20
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(name, "").strip()
+    if text not in ("", "0", "1"):
+        raise ValueError(f"environment variable {name} must be 0 or 1, got {text!r}")
+    return default if text == "" else text == "1"
+
+
+def native_disabled() -> bool:
+    return _flag("MEMLEAN_DISABLE_NATIVE", False)
+
+
+def hugepages() -> bool:
+    return _flag("MEMLEAN_HUGEPAGE", True)
+
+
+def isa() -> str | None:
+    return os.environ.get("MEMLEAN_ISA", "").strip().lower() or None
+
+
+def chunk_bytes(return_entropy: bool) -> int:
+    text = os.environ.get("MEMLEAN_CHUNK_BYTES", "").strip()
+    if text == "":
+        return DEFAULT_CHUNK_BYTES_ENTROPY if return_entropy else DEFAULT_CHUNK_BYTES
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"environment variable MEMLEAN_CHUNK_BYTES must be a positive number of bytes, got {text!r}")
+    return int(text)

@@ -1,0 +1,90 @@
+"""The torch operators: schemas, the generic path for every device, fakes for the compiler, and the native library.
+
+``memlean::token_logprob_forward(logits, index, return_entropy, chunk_bytes) -> (logp, entropy, statistics)``
+``memlean::token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, chunk_bytes) -> grad_logits``
+
+``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of exp(x - m)
+and W the sum of (x - m) exp(x - m). ``entropy`` has no elements unless asked for. ``chunk_bytes`` (0: the default) is for
+the generic path alone. The operators carry no autograd formula: the Function in ``functional.py`` does.
+"""
+
+import warnings
+
+import torch
+
+from memlean import _env, reference
+
+_library = torch.library.Library("memlean", "DEF")
+
+
+def _define(schema: str, generic) -> None:
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # Every device without a kernel of its own, the CPU included when the native library is missing.
+    _library.impl(schema.partition("(")[0], generic, "CompositeExplicitAutograd")
+
+
+_define(
+    "token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, int chunk_bytes=0)"
+    " -> (Tensor, Tensor, Tensor)",
+    reference.token_logprob_forward,
+)
+_define(
+    "token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, Tensor? grad_logp, Tensor? grad_entropy,"
+    " int chunk_bytes=0) -> Tensor",
+    reference.token_logprob_backward,
+)
+
+
+@torch.library.register_fake("memlean::token_logprob_forward", lib=_library)
+def _(logits, index, return_entropy, chunk_bytes=0):
+    real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
+    return (
+        logits.new_empty(index.shape, dtype=real),
+        logits.new_empty(rows if return_entropy else (0,), dtype=real),
+        logits.new_empty((*rows, reference.STATISTICS), dtype=real),
+    )
+
+
+@torch.library.register_fake("memlean::token_logprob_backward", lib=_library)
+def _(logits, index, statistics, grad_logp, grad_entropy, chunk_bytes=0):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_vmap("memlean::token_logprob_forward", lib=_library)
+def _(info, in_dims, logits, index, return_entropy, chunk_bytes=0):
+    logits, index = (
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip((logits, index), in_dims[:2], strict=True)
+    )
+    outputs = token_logprob_forward(logits, index.contiguous(), return_entropy, chunk_bytes)
+    return outputs, (0, 0 if return_entropy else None, 0)
+
+
+def _load_native():
+    """The native module, or why there is none."""
+    if _env.native_disabled():
+        return None, "MEMLEAN_DISABLE_NATIVE=1"
+    try:
+        from memlean import _C
+    except ImportError as error:
+        reason = str(error)
+        warnings.warn(
+            f"memlean: the native library could not be loaded, the slower generic path is used instead: {reason}. "
+            "Reinstall memlean, or set MEMLEAN_DISABLE_NATIVE=1 to silence this; `python -m memlean doctor` says more.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, reason
+    name = _env.isa()
+    try:
+        _C.isa_select(name)
+    except ValueError as error:
+        raise ValueError(f"environment variable MEMLEAN_ISA: {error}") from None
+    _C.use_hugepages(_env.hugepages())
+    return _C, None
+
+
+native, native_missing_because = _load_native()
+
+token_logprob_forward = torch.ops.memlean.token_logprob_forward.default
+token_logprob_backward = torch.ops.memlean.token_logprob_backward.default

@@ -1,0 +1,62 @@
+"""The native part: C kernels compiled one by one with their own flags, and one C++ file that binds them to torch.
+
+A `.c` file among an extension's sources would be compiled with the flags of the whole extension (and as C++ by some
+build backends), so the C objects are built here and handed to the linker.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pybind11
+import torch
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from torch.utils.cpp_extension import include_paths, library_paths
+
+BASELINE = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wall", "-Wextra"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+
+C_SOURCES = {
+    "csrc/core/status.c": [],
+    "csrc/core/cpu.c": [],
+    "csrc/core/dispatch.c": [],
+    "csrc/core/hugepage.c": [],
+    "csrc/core/token_logprob.c": [],
+    "csrc/arch/generic/token_logprob_generic.c": [],
+    "csrc/arch/x86/token_logprob_avx2.c": AVX2,
+    "csrc/arch/x86/token_logprob_avx512.c": AVX512,
+}
+
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*") if path.suffix in (".h", ".def"))
+
+
+class BuildNative(build_ext):
+    def build_extension(self, ext):
+        is_x86 = self.compiler.target_machine if hasattr(self.compiler, "target_machine") else os.uname().machine
+        for source, flags in C_SOURCES.items():
+            if "/x86/" in source and is_x86 not in ("x86_64", "AMD64"):
+                continue
+            ext.extra_objects += self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=BASELINE + flags, depends=HEADERS
+            )
+        super().build_extension(ext)
+
+
+native = Extension(
+    "memlean._C",
+    ["csrc/torch/binding.cpp"],
+    depends=HEADERS,
+    include_dirs=[*include_paths(), pybind11.get_include()],
+    library_dirs=library_paths(),
+    libraries=["c10", "torch_cpu"],
+    define_macros=[
+        ("TORCH_TARGET_VERSION", "0x020a000000000000"),  # the oldest torch whose stable C API is enough: 2.10
+        ("MEMLEAN_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
+    ],
+    extra_compile_args=["-O2", "-fvisibility=hidden"],
+    language="c++",
+)
+
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})

@@ -1,0 +1,281 @@
+/*
+ * Every kernel of kernels.def at every level of this CPU, through the public interface: against a long double oracle, and
+ * bit for bit against the generic level.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/kernels/numeric.h"
+#include "../../csrc/memlean.h"
+
+static int failures, checks;
+
+#define CHECK(condition, ...)                                    \
+    do {                                                         \
+        checks++;                                                \
+        if (!(condition)) {                                      \
+            failures++;                                          \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                 \
+            printf("\n");                                        \
+        }                                                        \
+    } while (0)
+
+/* ---- Inputs ----------------------------------------------------------------------------------------------------- */
+
+static const char *const dtype_names[] = {"f32", "bf16", "f16", "f64"};
+static const size_t sizes[] = {4, 2, 2, 8};
+/* Half a unit in the last place of each dtype, as a fraction: what one rounding of a gradient may cost. */
+static const double roundings[] = {0x1p-24, 0x1p-8, 0x1p-11, 0x1p-53};
+
+typedef enum { FLAT, PEAKED, OFFSET, MASKED, ASCENDING, PAIRS, FAMILIES } family;
+static const char *const family_names[] = {"flat", "peaked", "offset", "masked", "ascending", "pairs"};
+
+static uint64_t seed;
+
+static double uniform(void)
+{
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (double)(seed >> 11) * 0x1p-53;
+}
+
+static double logit(family kind, int64_t j, int64_t vocab)
+{
+    const double noise = 6 * uniform() - 3;
+    switch (kind) {
+    case PEAKED:
+        return j == vocab / 2 ? 40 : noise;
+    case OFFSET:
+        return 1000 + noise;
+    case MASKED:
+        return j % 3 == 0 ? -INFINITY : j % 3 == 1 ? -1e4 : noise;
+    case ASCENDING: /* a new maximum in every block */
+        return (double)j / (double)vocab;
+    case PAIRS: /* two columns of one lane, whose probabilities are 1 - 1e-6 and 1e-6 */
+        return j == 0 ? 0 : j == 32 ? -13.815511 : -60000;
+    default:
+        return noise;
+    }
+}
+
+static void put(memlean_dtype dtype, void *data, int64_t i, double value)
+{
+    if (dtype == MEMLEAN_F64)
+        ((double *)data)[i] = value;
+    else if (dtype == MEMLEAN_F32)
+        ((float *)data)[i] = (float)value;
+    else if (dtype == MEMLEAN_BF16)
+        ((uint16_t *)data)[i] = ml_float_to_bf16((float)value);
+    else
+        ((uint16_t *)data)[i] = ml_float_to_f16((float)value);
+}
+
+static double get(memlean_dtype dtype, const void *data, int64_t i)
+{
+    if (dtype == MEMLEAN_F64)
+        return ((const double *)data)[i];
+    if (dtype == MEMLEAN_F32)
+        return (double)((const float *)data)[i];
+    const uint16_t bits = ((const uint16_t *)data)[i];
+    return (double)(dtype == MEMLEAN_BF16 ? ml_bf16_to_float(bits) : ml_f16_to_float(bits));
+}
+
+/* ---- A problem: rows of one family, their results and gradient ---------------------------------------------------- */
+
+enum { rows = 3, candidates = 2 };
+
+typedef struct {
+    memlean_token_logprob_params params;
+    int64_t sizes[1], strides[1], index[rows * candidates];
+    void *logits;
+    double logp[rows * candidates], entropy[rows], statistics[rows * MEMLEAN_STATISTICS];
+    double grad_logp[rows * candidates], grad_entropy[rows];
+} problem;
+
+static memlean_dtype real(const problem *q)
+{
+    return q->params.dtype == MEMLEAN_F64 ? MEMLEAN_F64 : MEMLEAN_F32;
+}
+
+static void *allocate(size_t bytes)
+{
+    void *data = malloc(bytes ? bytes : 1);
+    if (!data)
+        abort();
+    return data;
+}
+
+static void make(problem *q, memlean_dtype dtype, family kind, int64_t vocab, int64_t vocab_stride)
+{
+    memset(q, 0, sizeof *q);
+    seed = (uint64_t)vocab * 31 + (uint64_t)kind;
+    q->sizes[0] = rows;
+    q->strides[0] = vocab * vocab_stride + 5;
+    q->logits = allocate((size_t)(rows * q->strides[0]) * sizes[dtype]);
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t j = 0; j < vocab; j++)
+            put(dtype, q->logits, row * q->strides[0] + j * vocab_stride, logit(kind, j, vocab));
+        q->index[row * candidates] = kind == PEAKED ? vocab / 2 : kind == PAIRS ? 0 : vocab - 1;
+        q->index[row * candidates + 1] = row == 1 ? q->index[row * candidates] : vocab / 3; /* one duplicate */
+    }
+    q->params = (memlean_token_logprob_params){
+        .dtype = dtype,
+        .logits = q->logits,
+        .rows = rows,
+        .vocab = vocab,
+        .candidates = candidates,
+        .vocab_stride = vocab_stride,
+        .row_dims = 1,
+        .row_sizes = q->sizes,
+        .row_strides = q->strides,
+        .index = q->index,
+        .logp = q->logp,
+        .entropy = q->entropy,
+        .statistics = q->statistics,
+        .grad_logp = q->grad_logp,
+        .grad_entropy = q->grad_entropy,
+        .grad_logits = allocate((size_t)(rows * vocab) * sizes[dtype]),
+    };
+    for (int i = 0; i < rows * candidates; i++)
+        put(real(q), q->grad_logp, i, (i % 2 ? -0.5 : 1.25) * (i < 4)); /* the last row has none */
+    for (int i = 0; i < rows; i++)
+        put(real(q), q->grad_entropy, i, i < 2 ? 0.75 : 0);
+}
+
+static void destroy(problem *q)
+{
+    free(q->logits);
+    free(q->params.grad_logits);
+}
+
+static void run(problem *q, int split)
+{
+    int64_t position, value;
+    const int64_t segments = memlean_token_logprob_segments(q->params.vocab), units = rows * segments;
+    CHECK(memlean_token_logprob_check(&q->params, &position, &value) == MEMLEAN_OK, "vocab %d", (int)q->params.vocab);
+    if (split) {
+        memlean_row_state *states = allocate((size_t)units * sizeof *states);
+        for (int64_t unit = units - 1; unit >= 0; unit--)
+            memlean_token_logprob_reduce(&q->params, unit, unit + 1, states);
+        memlean_token_logprob_finish(&q->params, 0, rows, states);
+        free(states);
+        for (int64_t unit = units - 1; unit >= 0; unit--)
+            memlean_token_logprob_backward(&q->params, unit, unit + 1);
+    } else {
+        memlean_token_logprob_forward(&q->params, 0, rows);
+        memlean_token_logprob_backward(&q->params, 0, units);
+    }
+}
+
+/* ---- Against long double ------------------------------------------------------------------------------------------ */
+
+static void compare_with_oracle(const problem *q, const char *label)
+{
+    const memlean_token_logprob_params *p = &q->params;
+    const int is_double = p->dtype == MEMLEAN_F64;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t offset = row * q->strides[0];
+        long double m = -INFINITY, sum = 0, mean = 0, total = 0;
+        for (int64_t j = 0; j < p->vocab; j++)
+            m = fmaxl(m, (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride));
+        for (int64_t j = 0; j < p->vocab; j++) {
+            const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m, e = expl(t);
+            sum += e;
+            mean += e > 0 ? e * t : 0;
+        }
+        if (m == -INFINITY) { /* no distribution: NaN, and zeros where no gradient was asked for */
+            CHECK(isnan(get(real(q), q->entropy, row)) && isnan(get(real(q), q->logp, row * candidates)), "%s", label);
+            for (int64_t j = 0; j < p->vocab; j++) {
+                const double got = get(p->dtype, p->grad_logits, row * p->vocab + j);
+                CHECK(row < 2 ? isnan(got) : got == 0, "%s: row %d gradient %g", label, (int)row, got);
+            }
+            continue;
+        }
+        mean /= sum;
+        const long double log_sum = logl(sum), entropy = log_sum - mean;
+        const double got_entropy = get(real(q), q->entropy, row);
+        CHECK(fabsl(got_entropy - entropy) <= (is_double ? 1e-13L : 1e-6L), "%s: entropy %.9g, expected %.9Lg", label,
+              got_entropy, entropy);
+        CHECK(got_entropy >= 0 && got_entropy <= nextafterf((float)log((double)p->vocab), INFINITY), "%s", label);
+        for (int k = 0; k < candidates; k++) {
+            const int64_t i = row * candidates + k;
+            const long double x = get(p->dtype, q->logits, offset + p->index[i] * p->vocab_stride);
+            const long double logp = (x - m) - log_sum;
+            const double got = get(real(q), q->logp, i), ulp = is_double ? 0x1p-46 : 0x1p-23;
+            /* S is a double near 1 for a peaked row, hence the absolute term. */
+            const long double bound = fmaxl(fabsl(logp), log_sum) * ulp + 0x1p-51L;
+            CHECK(got == (double)logp || fabsl(got - logp) <= bound, "%s: logp %.9g, expected %.9Lg", label, got, logp);
+            CHECK(got <= 0, "%s: logp %.9g", label, got);
+            total += get(real(q), q->grad_logp, i);
+        }
+        const long double h = get(real(q), q->grad_entropy, row);
+        for (int64_t j = 0; j < p->vocab; j++) {
+            const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m;
+            const long double probability = expl(t) / sum;
+            long double expected = -probability * (total + (probability > 0 ? h * (t - mean) : 0));
+            for (int k = 0; k < candidates; k++)
+                if (p->index[row * candidates + k] == j)
+                    expected += get(real(q), q->grad_logp, row * candidates + k);
+            const double got = get(p->dtype, p->grad_logits, row * p->vocab + j);
+            const long double error = fabsl(got - expected);
+            /* One rounding to the dtype, the arithmetic's own error (x - m is rounded to |t| ulps), and underflow. */
+            const long double distance = isinf(t) ? 0 : fabsl(t), epsilon = is_double ? 0x1p-44L : 0x1p-21L;
+            const long double bound = fabsl(expected) * (long double)roundings[p->dtype] * 1.01L +
+                                      probability * (fabsl(total) + h * (1 + distance)) * (1 + distance) * epsilon + 0x1p-50L * is_double +
+                                      (p->dtype == MEMLEAN_F16 ? 6e-8L : 2e-38L);
+            if (!(error <= bound) || j == 0) {
+                CHECK(error <= bound, "%s: row %d column %d: gradient %.9g, expected %.9Lg", label, (int)row, (int)j, got,
+                      expected);
+            }
+        }
+    }
+}
+
+/* ---- The same bits ------------------------------------------------------------------------------------------------ */
+
+static void compare_bits(const problem *a, const problem *b, const char *label)
+{
+    CHECK(!memcmp(a->logp, b->logp, sizeof a->logp), "%s: logp", label);
+    CHECK(!memcmp(a->entropy, b->entropy, sizeof a->entropy), "%s: entropy", label);
+    CHECK(!memcmp(a->statistics, b->statistics, sizeof a->statistics), "%s: statistics", label);
+    CHECK(!memcmp(a->params.grad_logits, b->params.grad_logits, (size_t)(rows * a->params.vocab) * sizes[a->params.dtype]),
+          "%s: gradient", label);
+}
+
+static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
+{
+    char label[160];
+    problem first, other;
+    memlean_isa_select("generic");
+    make(&first, dtype, kind, vocab, 1);
+    run(&first, 0);
+    snprintf(label, sizeof label, "generic %s %s vocab %d", dtype_names[dtype], family_names[kind], (int)vocab);
+    compare_with_oracle(&first, label);
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        memlean_isa_select(isa);
+        for (int variant = 0; variant < 3; variant++) { /* whole rows, units in reverse, columns apart */
+            snprintf(label, sizeof label, "%s %s %s vocab %d variant %d", isa, dtype_names[dtype], family_names[kind],
+                     (int)vocab, variant);
+            make(&other, dtype, kind, vocab, variant == 2 ? 3 : 1);
+            run(&other, variant == 1);
+            compare_bits(&first, &other, label);
+            destroy(&other);
+        }
+    }
+    destroy(&first);
+}
+
+int main(void)
+{
+    static const int64_t vocabs[] = {1, 2, 7, 31, 32, 33, 70, 2047, 2048, 2049, 4129, 32767, 32768, 32769, 70001};
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
+        for (int kind = 0; kind < FAMILIES; kind++)
+            for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
+                    test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
+    printf("%d passed, %d failed\n", checks - failures, failures);
+    return failures != 0;
+}
