@@ -9,7 +9,7 @@ typedef struct ml_row_gradient {
     double max, factor, slope;
 } ml_row_gradient;
 
-/* Adds n contiguous columns to *state, which starts as ML_EMPTY_STATE. Calls on consecutive multiples of 2048 columns
+/* Adds n contiguous columns to *state, which starts as the empty state of its dtype (see core). Calls on consecutive multiples of 2048 columns
  * give the same bits as one call on all of them. Without entropy, state->shifted is meaningless. */
 typedef void ml_token_logprob_fwd_fn(const void *x, int64_t n, int entropy, memlean_row_state *state);
 

@@ -160,20 +160,12 @@ static memlean_row_state reduce_segment(const params *p, int64_t offset, int64_t
     return state;
 }
 
-static void rescale(memlean_row_state *state, double max)
-{
-    const double step = state->max - max, factor = ml_exp(step);
-    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
-    state->sum *= factor;
-    state->max = max;
-}
-
 static memlean_row_state merge(memlean_row_state a, memlean_row_state b)
 {
     if (a.max < b.max)
-        rescale(&a, b.max);
+        ml_row_state_raise(&a, b.max);
     else
-        rescale(&b, a.max);
+        ml_row_state_raise(&b, a.max);
     return (memlean_row_state){.max = a.max, .sum = a.sum + b.sum, .shifted = a.shifted + b.shifted};
 }
 
@@ -281,10 +273,10 @@ static void patch_chosen(const params *p, int64_t row, int64_t offset, const row
         double own = 0; /* sum of the gradients of all candidates at y */
         for (int64_t l = 0; l < p->candidates; l++)
             own += index[l] == y ? upstream(p, row * p->candidates + l) : 0;
-        const double lowest = p->dtype == MEMLEAN_F64 ? ML_EXP_LOWEST : (double)ML_EXPF_LOWEST;
+        const double lowest = p->dtype == MEMLEAN_F64 ? -ML_EXP_LIMIT : (double)-ML_EXPF_LIMIT;
         const double distance = load(p->dtype, p->logits, offset + y * p->vocab_stride) - g->max;
-        const double t = lowest > distance ? lowest : distance;
-        const double logp = t - g->log_sum, probability = t == lowest ? 0 : ml_exp(logp);
+        const double t = lowest > distance ? lowest : distance; /* as in the kernel: 0 * t stays 0 */
+        const double logp = t - g->log_sum, probability = distance < lowest ? 0 : ml_exp(logp);
         const double rest = (g->grad_logp - own) + g->grad_entropy * (t - g->mean_shift);
         store(p->dtype, gradient, y - begin, -ml_expm1(logp) * own - probability * rest);
     }
@@ -310,6 +302,11 @@ memlean_status memlean_token_logprob_backward(const params *p, int64_t begin, in
             .factor = g.inverse_sum * (g.grad_entropy * g.mean_shift - g.grad_logp),
             .slope = -g.inverse_sum * g.grad_entropy,
         };
+        if (!isfinite(factors.factor) || !isfinite(factors.slope)) { /* a NaN row, or upstream gradients that are not finite */
+            for (int64_t j = first; j < last; j++)
+                store(p->dtype, gradient, j - first, NAN);
+            continue;
+        }
         for (int64_t j = first; j < last; j += step) {
             const int64_t n = min64(step, last - j);
             kernel(columns(p, offset, j, n, buffer), n, &factors, gradient + (j - first) * size);

@@ -14,28 +14,37 @@
 
 #include "../memlean.h"
 
-/* ---- exp in float: coefficients for e^r on |r| <= ln(2)/2, relative minimax with c0 = c1 = 1 (1.05e-7) ------------ */
+/* For bodies with constant arguments: one copy per constant, with its branches gone. */
+#if defined(__GNUC__)
+#define ML_ALWAYS_INLINE static inline __attribute__((always_inline))
+#define ML_UNLIKELY(condition) __builtin_expect(condition, 0)
+#else
+#define ML_ALWAYS_INLINE static inline
+#define ML_UNLIKELY(condition) (condition)
+#endif
 
-#define ML_EXPF_C2 0x1.fffdfcp-2f
-#define ML_EXPF_C3 0x1.5557aep-3f
-#define ML_EXPF_C4 0x1.5729f0p-5f
-#define ML_EXPF_C5 0x1.106282p-7f
-#define ML_EXPF_LOG2E 0x1.715476p+0f
-#define ML_EXPF_LN2_HI 0x1.62e430p-1f
-#define ML_EXPF_LN2_LO -0x1.05c610p-29f
-/* -127 ln 2: arguments are clamped here, where the exponent field below is 0, so exp is exactly 0 from about -87.68 on.
- * The clamp also keeps masking constants (-1e30) and -inf from overflowing the exponent. */
-#define ML_EXPF_LOWEST -0x1.601e68p+6f
-/* 1.5 * 2^23 + 127: adding it rounds to an integer n and leaves n + 127 in the low bits, ready to become an exponent. */
-#define ML_EXPF_MAGIC 12583039.0f
+/* ---- exp(-u) in float: constants of exp_tpl.h --------------------------------------------------------------------- */
+
+/* Largest u: exp is 0 beyond, which also keeps -inf and masking constants (-1e30) harmless, and no result is denormal. */
+#define ML_EXPF_LIMIT 87.25f
+#define ML_EXPF_EIGHTHS 0x1.715476p+3f /* 8 / ln 2 */
+/* 1.5 * 2^23: adding it rounds to an integer n and leaves n in the low bits. */
+#define ML_EXPF_MAGIC 12582912.0f
+/* 2^(r/8) on |r| <= 1/2 with c0 = 1, relative minimax 2.5e-8. */
+#define ML_EXPF_C1 0x1.62e432p-4f
+#define ML_EXPF_C2 0x1.ec0c32p-9f
+#define ML_EXPF_C3 0x1.c6a004p-14f
+/* 2^(i/8) as bits, less i << 20, so that adding n << 20 puts floor(n / 8) into the exponent. */
+#define ML_EXPF_TABLE 0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7
 
 /* ---- exp in double ------------------------------------------------------------------------------------------------ */
 
 #define ML_EXP_LOG2E 0x1.71547652b82fep+0
 #define ML_EXP_LN2_HI 0x1.62e42feep-1 /* 32 bits, so that n * LN2_HI is exact */
 #define ML_EXP_LN2_LO 0x1.a39ef35793c76p-33
-#define ML_EXP_LOWEST -0x1.628b76e3a7b61p+9 /* -1023 ln 2 */
+#define ML_EXP_LOWEST -0x1.628b76e3a7b61p+9 /* -1023 ln 2: the exponent field is 0 there */
 #define ML_EXP_MAGIC 6755399441056767.0     /* 1.5 * 2^52 + 1023 */
+#define ML_EXP_LIMIT 708.0                  /* largest u of exp(-u), as ML_EXPF_LIMIT */
 
 /* e^r by Taylor's series to r^13 / 13!; |r| <= 0.35 leaves 4e-18. */
 static inline double ml_exp_poly(double r)
@@ -69,6 +78,15 @@ static inline double ml_exp(double t)
     bits <<= 52;
     memcpy(&scale, &bits, sizeof scale);
     return p * scale;
+}
+
+/* The same partial result relative to a higher maximum. */
+static inline void ml_row_state_raise(memlean_row_state *state, double max)
+{
+    const double step = state->max - max, factor = ml_exp(step);
+    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
+    state->sum *= factor;
+    state->max = max;
 }
 
 /* e^t - 1 for t <= 0. */

@@ -32,16 +32,53 @@ static inline void ML_NAME(load)(const ML_STORAGE *x, int64_t j, int64_t n, ML_V
     ML_LOAD(chunk, y);
 }
 
-/* t = y - max, clamped from below so that exp(t) is 0 there and t * exp(t) is 0 too, not -inf * 0. NaN passes. */
-static inline ML_V(t) ML_NAME(shift)(ML_V(t) y, ML_V(t) max)
+/*
+ * One vector of u = max - y, any values: e = exp(-u), 0 beyond the limit, where u becomes the limit so that u * e is 0 and
+ * not infinity * 0; NaN where u is NaN. Within the limit, the bits of the plain exp.
+ */
+static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) *u)
 {
-    return ML_V(max)(ML_V(lowest)(), ML_V(sub)(y, max));
+    const ML_V(t) clamped = ML_V(min)(ML_V(limit)(), *u);
+    const ML_V(t) e = ML_V(zero_above_limit)(ML_V(exp)(clamped), *u);
+    *u = clamped;
+    return e;
 }
 
 /*
- * Sums over a block that holds a new maximum. Columns equal to the maximum are counted, not added to the lanes: next to
- * a 1 a lane would lose what decides log S of a peaked row.
+ * Adds the chunk y to the lanes and returns 0, or returns 1 and adds nothing if a column is above the maximum. With `count`,
+ * columns equal to the maximum are counted there instead of being added: next to a 1, a lane would lose what decides log S
+ * of a peaked row.
  */
+ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], ML_V(t) max, ML_V(t) s[ML_VECTORS],
+                                        ML_V(t) w[ML_VECTORS], const int entropy, int64_t *const count)
+{
+    ML_V(t) u[ML_VECTORS];
+    for (int v = 0; v < ML_VECTORS; v++)
+        u[v] = ML_V(sub)(max, y[v]);
+    if (ML_UNLIKELY(count ? ML_V(any_zero_or_outside)(u) : ML_V(any_outside)(u))) {
+        if (ML_V(any_negative)(u))
+            return 1;
+        for (int v = 0; v < ML_VECTORS; v++) {
+            ML_V(t) e = ML_NAME(careful_exp)(&u[v]);
+            if (count)
+                e = ML_V(drop_zero)(e, u[v], count);
+            s[v] = ML_V(add)(s[v], e);
+            if (entropy)
+                w[v] = ML_V(fnma)(e, u[v], w[v]);
+        }
+        return 0;
+    }
+    for (int v = 0; v < ML_VECTORS; v++) {
+        ML_V(t) scale;
+        const ML_V(t) p = ML_V(exp_split)(u[v], &scale);
+        s[v] = ML_V(fma)(p, scale, s[v]);
+        if (entropy)
+            w[v] = ML_V(fnma)(ML_V(mul)(p, scale), u[v], w[v]);
+    }
+    return 0;
+}
+
+/* Columns [begin, n) of a block, some of them above the maximum so far. */
 static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, int entropy, memlean_row_state *state)
 {
     ML_V(t) y[ML_VECTORS], top[ML_VECTORS], s[ML_VECTORS], w[ML_VECTORS];
@@ -55,57 +92,42 @@ static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, in
             top[v] = ML_V(max)(y[v], top[v]);
     }
     const ML_REAL raised = ML_V(largest)(top);
-    const double step = state->max - (double)raised, factor = ml_exp(step);
-    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
-    state->sum *= factor;
-    state->max = (double)raised;
+    ml_row_state_raise(state, (double)raised);
 
-    const ML_V(t) max = ML_V(set1)(raised);
     int64_t equal = 0;
     for (int64_t j = begin; j < n; j += 32) {
         ML_NAME(load)(x, j, n, y);
-        for (int v = 0; v < ML_VECTORS; v++) {
-            const ML_V(t) t = ML_NAME(shift)(y[v], max);
-            const ML_V(t) e = ML_V(zero_equal)(ML_V(exp)(t), y[v], max, &equal);
-            s[v] = ML_V(add)(s[v], e);
-            if (entropy)
-                w[v] = ML_V(fma)(e, t, w[v]);
-        }
+        (void)ML_NAME(fwd_chunk)(y, ML_V(set1)(raised), s, w, entropy, &equal); /* nothing is above the maximum now */
     }
-    /* Infinity minus infinity is NaN, but it was counted as equal. */
-    state->sum += raised < INFINITY ? (double)equal + ML_V(sum)(s) : NAN;
+    state->sum += (double)equal + ML_V(sum)(s);
     if (entropy)
         state->shifted += ML_V(sum)(w);
 }
 
-static inline void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, memlean_row_state *state, const int entropy)
+ML_ALWAYS_INLINE void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, memlean_row_state *state, const int entropy)
 {
     for (int64_t block = 0; block < n; block += ML_BLOCK) {
-        const int64_t end = n - block < ML_BLOCK ? n : block + ML_BLOCK;
+        const int64_t end = n - block < ML_BLOCK ? n : block + ML_BLOCK, whole = end - (end - block) % 32;
         const ML_V(t) max = ML_V(set1)((ML_REAL)state->max);
         ML_V(t) y[ML_VECTORS], s[ML_VECTORS], w[ML_VECTORS];
         for (int v = 0; v < ML_VECTORS; v++)
             s[v] = w[v] = ML_V(set1)(0);
+        int raise = 0;
         int64_t j = block;
-        for (; j < end; j += 32) {
-            ML_NAME(load)(x, j, end, y);
-            if (ML_V(any_greater)(y, max))
+        for (; j < whole; j += 32) {
+            ML_LOAD(x + j, y);
+            raise = ML_NAME(fwd_chunk)(y, max, s, w, entropy, NULL);
+            if (ML_UNLIKELY(raise))
                 break;
-            for (int v = 0; v < ML_VECTORS; v++) {
-                const ML_V(t) t = ML_NAME(shift)(y[v], max);
-                if (entropy) {
-                    const ML_V(t) e = ML_V(exp)(t);
-                    s[v] = ML_V(add)(s[v], e);
-                    w[v] = ML_V(fma)(e, t, w[v]);
-                } else {
-                    s[v] = ML_V(exp_add)(t, s[v]);
-                }
-            }
+        }
+        if (whole < end && !raise) {
+            ML_NAME(load)(x, j, end, y);
+            raise = ML_NAME(fwd_chunk)(y, max, s, w, entropy, NULL);
         }
         state->sum += ML_V(sum)(s);
         if (entropy)
             state->shifted += ML_V(sum)(w);
-        if (j < end) /* rare: at most once a block, about log V times in a row in random order */
+        if (raise) /* at most once a block, about log V times in a row in random order */
             ML_NAME(fwd_raise)(x, j, end, entropy, state);
     }
 }
@@ -118,25 +140,42 @@ void ML_NAME(fwd)(const void *x, int64_t n, int entropy, memlean_row_state *stat
         ML_NAME(fwd_body)(x, n, state, 0);
 }
 
-static inline void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml_row_gradient *row, ML_STORAGE *dx,
-                                     const int entropy)
+/* y becomes the gradient. */
+ML_ALWAYS_INLINE void ML_NAME(bwd_chunk)(ML_V(t) y[ML_VECTORS], ML_V(t) max, ML_V(t) factor, ML_V(t) slope,
+                                         const int entropy)
+{
+    ML_V(t) u[ML_VECTORS];
+    for (int v = 0; v < ML_VECTORS; v++)
+        u[v] = ML_V(sub)(max, y[v]);
+    if (ML_UNLIKELY(ML_V(any_outside)(u))) {
+        for (int v = 0; v < ML_VECTORS; v++)
+            y[v] = ML_NAME(careful_exp)(&u[v]);
+    } else {
+        for (int v = 0; v < ML_VECTORS; v++)
+            y[v] = ML_V(exp)(u[v]);
+    }
+    for (int v = 0; v < ML_VECTORS; v++)
+        y[v] = ML_V(mul)(y[v], entropy ? ML_V(fnma)(slope, u[v], factor) : factor);
+}
+
+ML_ALWAYS_INLINE void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml_row_gradient *row, ML_STORAGE *dx,
+                                        const int entropy)
 {
     const ML_V(t) max = ML_V(set1)((ML_REAL)row->max), factor = ML_V(set1)((ML_REAL)row->factor);
     const ML_V(t) slope = ML_V(set1)((ML_REAL)row->slope);
-    for (int64_t j = 0; j < n; j += 32) {
-        ML_V(t) y[ML_VECTORS];
-        ML_NAME(load)(x, j, n, y);
-        for (int v = 0; v < ML_VECTORS; v++) {
-            const ML_V(t) t = ML_NAME(shift)(y[v], max);
-            y[v] = ML_V(mul)(ML_V(exp)(t), entropy ? ML_V(fma)(slope, t, factor) : factor);
-        }
-        if (j + 32 <= n) {
-            ML_STORE(dx + j, y);
-        } else {
-            ML_STORAGE chunk[32];
-            ML_STORE(chunk, y);
-            memcpy(dx + j, chunk, (size_t)(n - j) * sizeof *chunk);
-        }
+    const int64_t whole = n - n % 32;
+    ML_V(t) y[ML_VECTORS];
+    for (int64_t j = 0; j < whole; j += 32) {
+        ML_LOAD(x + j, y);
+        ML_NAME(bwd_chunk)(y, max, factor, slope, entropy);
+        ML_STORE(dx + j, y);
+    }
+    if (whole < n) {
+        ML_STORAGE chunk[32];
+        ML_NAME(load)(x, whole, n, y);
+        ML_NAME(bwd_chunk)(y, max, factor, slope, entropy);
+        ML_STORE(chunk, y);
+        memcpy(dx + whole, chunk, (size_t)(n - whole) * sizeof *chunk);
     }
 }
 

@@ -1,12 +1,8 @@
 /* Float on arrays, for machines without a kernel of their own. */
 #define ML_REAL float
+#define ML_LIMIT ML_EXPF_LIMIT
 #define ML_V(op) array32_##op
 #include "vector_array_tpl.h"
-
-static inline array32_t array32_lowest(void)
-{
-    return array32_set1(ML_EXPF_LOWEST);
-}
 
 static inline array32_t array32_fma(array32_t a, array32_t b, array32_t c)
 {
@@ -20,10 +16,21 @@ static inline array32_t array32_fnma(array32_t a, array32_t b, array32_t c)
     return c;
 }
 
-static inline array32_t array32_low_bits_to_exponent(array32_t a)
+static inline array32_t array32_fnms(array32_t a, array32_t b, array32_t c)
 {
-    ML_EACH a.lane[i] = ml_bits_to_float(ml_float_to_bits(a.lane[i]) << 23);
-    return a;
+    ML_EACH c.lane[i] = fmaf(-a.lane[i], b.lane[i], -c.lane[i]);
+    return c;
+}
+
+/* 2^(n/8), n in the low bits. */
+static inline array32_t array32_exp2_eighths(array32_t shifted)
+{
+    static const uint32_t table[8] = {ML_EXPF_TABLE};
+    ML_EACH {
+        const uint32_t n = ml_float_to_bits(shifted.lane[i]);
+        shifted.lane[i] = ml_bits_to_float(table[n & 7] + (n << 20));
+    }
+    return shifted;
 }
 
 #include "../../kernels/exp_tpl.h"
@@ -60,4 +67,5 @@ static inline void array32_store_f16(uint16_t *p, const array32_t y[1])
 }
 #undef ML_EACH
 #undef ML_V
+#undef ML_LIMIT
 #undef ML_REAL

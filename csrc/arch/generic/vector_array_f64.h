@@ -1,12 +1,8 @@
 /* Double on arrays, for every instruction set: this dtype is there for gradcheck and small models, not for speed. */
 #define ML_REAL double
+#define ML_LIMIT ML_EXP_LIMIT
 #define ML_V(op) array64_##op
 #include "vector_array_tpl.h"
-
-static inline array64_t array64_lowest(void)
-{
-    return array64_set1(ML_EXP_LOWEST);
-}
 
 static inline array64_t array64_fma(array64_t a, array64_t b, array64_t c)
 {
@@ -14,15 +10,22 @@ static inline array64_t array64_fma(array64_t a, array64_t b, array64_t c)
     return c;
 }
 
-static inline array64_t array64_exp(array64_t t)
+static inline array64_t array64_fnma(array64_t a, array64_t b, array64_t c)
 {
-    ML_EACH t.lane[i] = ml_exp(t.lane[i]);
-    return t;
+    ML_EACH c.lane[i] -= a.lane[i] * b.lane[i];
+    return c;
 }
 
-static inline array64_t array64_exp_add(array64_t t, array64_t sum)
+static inline array64_t array64_exp(array64_t u)
 {
-    return array64_add(array64_exp(t), sum);
+    ML_EACH u.lane[i] = ml_exp(-u.lane[i]);
+    return u;
+}
+
+static inline array64_t array64_exp_split(array64_t u, array64_t *scale)
+{
+    *scale = array64_set1(1.0);
+    return array64_exp(u);
 }
 
 static inline void array64_load(const double *p, array64_t y[1])
@@ -36,4 +39,5 @@ static inline void array64_store(double *p, const array64_t y[1])
 }
 #undef ML_EACH
 #undef ML_V
+#undef ML_LIMIT
 #undef ML_REAL

@@ -1,6 +1,6 @@
 /*
  * Vector operations on an array of 32 numbers, for any machine; the compiler vectorises what it can.
- * Included with ML_REAL (float or double) and ML_V(op); ML_V(t) is the array.
+ * Included with ML_REAL (float or double), ML_LIMIT (the largest u of exp(-u)) and ML_V(op); ML_V(t) is the array.
  */
 typedef struct {
     ML_REAL lane[32];
@@ -40,19 +40,52 @@ static inline ML_V(t) ML_V(max)(ML_V(t) a, ML_V(t) b)
     return b;
 }
 
-static inline int ML_V(any_greater)(const ML_V(t) y[1], ML_V(t) max)
+static inline ML_V(t) ML_V(min)(ML_V(t) a, ML_V(t) b)
+{
+    ML_EACH b.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+    return b;
+}
+
+/* Not in [0, limit], or NaN. */
+static inline int ML_V(any_outside)(const ML_V(t) u[1])
 {
     int any = 0;
-    ML_EACH any |= y->lane[i] > max.lane[i];
+    ML_EACH any |= !(u->lane[i] >= 0 && u->lane[i] <= ML_LIMIT);
     return any;
 }
 
-/* e, with 0 where y equals max; adds their number to *equal. */
-static inline ML_V(t) ML_V(zero_equal)(ML_V(t) e, ML_V(t) y, ML_V(t) max, int64_t *equal)
+/* Not in (0, limit], or NaN. */
+static inline int ML_V(any_zero_or_outside)(const ML_V(t) u[1])
+{
+    int any = 0;
+    ML_EACH any |= !(u->lane[i] > 0 && u->lane[i] <= ML_LIMIT);
+    return any;
+}
+
+static inline int ML_V(any_negative)(const ML_V(t) u[1])
+{
+    int any = 0;
+    ML_EACH any |= u->lane[i] < 0;
+    return any;
+}
+
+static inline ML_V(t) ML_V(limit)(void)
+{
+    return ML_V(set1)(ML_LIMIT);
+}
+
+static inline ML_V(t) ML_V(zero_above_limit)(ML_V(t) e, ML_V(t) u)
+{
+    ML_EACH e.lane[i] = u.lane[i] > ML_LIMIT ? 0 : e.lane[i];
+    return e;
+}
+
+/* e, with 0 where u is 0; adds their number to *count. */
+static inline ML_V(t) ML_V(drop_zero)(ML_V(t) e, ML_V(t) u, int64_t *count)
 {
     ML_EACH {
-        *equal += y.lane[i] == max.lane[i];
-        e.lane[i] = y.lane[i] == max.lane[i] ? 0 : e.lane[i];
+        *count += u.lane[i] == 0;
+        e.lane[i] = u.lane[i] == 0 ? 0 : e.lane[i];
     }
     return e;
 }

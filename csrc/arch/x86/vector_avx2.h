@@ -10,11 +10,6 @@ static inline avx2_t avx2_set1(float a)
     return _mm256_set1_ps(a);
 }
 
-static inline avx2_t avx2_lowest(void)
-{
-    return _mm256_set1_ps(ML_EXPF_LOWEST);
-}
-
 static inline avx2_t avx2_add(avx2_t a, avx2_t b)
 {
     return _mm256_add_ps(a, b);
@@ -45,35 +40,76 @@ static inline avx2_t avx2_max(avx2_t a, avx2_t b)
     return _mm256_max_ps(a, b);
 }
 
-static inline avx2_t avx2_low_bits_to_exponent(avx2_t a)
+static inline avx2_t avx2_fnms(avx2_t a, avx2_t b, avx2_t c)
 {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
+    return _mm256_fnmsub_ps(a, b, c);
+}
+
+static inline avx2_t avx2_min(avx2_t a, avx2_t b)
+{
+    return _mm256_min_ps(a, b);
+}
+
+static inline avx2_t avx2_limit(void)
+{
+    return _mm256_set1_ps(ML_EXPF_LIMIT);
+}
+
+/* 2^(n/8), n in the low bits; the permutation looks at the lowest three. */
+static inline avx2_t avx2_exp2_eighths(avx2_t shifted)
+{
+    const __m256i table = _mm256_setr_epi32(ML_EXPF_TABLE), n = _mm256_castps_si256(shifted);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_permutevar8x32_epi32(table, n), _mm256_slli_epi32(n, 20)));
 }
 
 #include "../../kernels/exp_tpl.h"
 
-static inline int avx2_any_greater(const avx2_t y[4], avx2_t max)
+/* As unsigned integers, negative numbers and NaN are above every number in [0, limit]; less 1, zero is too. */
+static inline int avx2_any_above(const avx2_t u[4], __m256i less)
 {
-    const avx2_t a = _mm256_or_ps(_mm256_cmp_ps(y[0], max, _CMP_GT_OQ), _mm256_cmp_ps(y[1], max, _CMP_GT_OQ));
-    const avx2_t b = _mm256_or_ps(_mm256_cmp_ps(y[2], max, _CMP_GT_OQ), _mm256_cmp_ps(y[3], max, _CMP_GT_OQ));
+    __m256i highest = _mm256_sub_epi32(_mm256_castps_si256(u[0]), less);
+    for (int v = 1; v < 4; v++)
+        highest = _mm256_max_epu32(highest, _mm256_sub_epi32(_mm256_castps_si256(u[v]), less));
+    const __m256i limit = _mm256_sub_epi32(_mm256_castps_si256(avx2_limit()), less);
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32(highest, limit), limit)) != -1;
+}
+
+static inline int avx2_any_outside(const avx2_t u[4])
+{
+    return avx2_any_above(u, _mm256_setzero_si256());
+}
+
+static inline int avx2_any_zero_or_outside(const avx2_t u[4])
+{
+    return avx2_any_above(u, _mm256_set1_epi32(1));
+}
+
+static inline int avx2_any_negative(const avx2_t u[4])
+{
+    const avx2_t lowest = _mm256_setzero_ps();
+    const avx2_t a = _mm256_or_ps(_mm256_cmp_ps(u[0], lowest, _CMP_LT_OQ), _mm256_cmp_ps(u[1], lowest, _CMP_LT_OQ));
+    const avx2_t b = _mm256_or_ps(_mm256_cmp_ps(u[2], lowest, _CMP_LT_OQ), _mm256_cmp_ps(u[3], lowest, _CMP_LT_OQ));
     return _mm256_movemask_ps(_mm256_or_ps(a, b));
 }
 
-static inline avx2_t avx2_zero_equal(avx2_t e, avx2_t y, avx2_t max, int64_t *equal)
+static inline avx2_t avx2_zero_above_limit(avx2_t e, avx2_t u)
 {
-    const avx2_t mask = _mm256_cmp_ps(y, max, _CMP_EQ_OQ);
-    *equal += __builtin_popcount((unsigned)_mm256_movemask_ps(mask));
+    return _mm256_andnot_ps(_mm256_cmp_ps(u, avx2_limit(), _CMP_GT_OQ), e);
+}
+
+static inline avx2_t avx2_drop_zero(avx2_t e, avx2_t u, int64_t *count)
+{
+    const avx2_t mask = _mm256_cmp_ps(u, _mm256_setzero_ps(), _CMP_EQ_OQ);
+    *count += __builtin_popcount((unsigned)_mm256_movemask_ps(mask));
     return _mm256_andnot_ps(mask, e);
 }
 
 static inline float avx2_largest(const avx2_t y[4])
 {
-    float lane[8];
-    _mm256_storeu_ps(lane, _mm256_max_ps(_mm256_max_ps(y[0], y[1]), _mm256_max_ps(y[2], y[3])));
-    float r = lane[0];
-    for (int i = 1; i < 8; i++)
-        r = lane[i] > r ? lane[i] : r;
-    return r;
+    const avx2_t eight = _mm256_max_ps(_mm256_max_ps(y[0], y[1]), _mm256_max_ps(y[2], y[3]));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
 static inline double avx2_sum(const avx2_t y[4])
@@ -113,14 +149,15 @@ static inline void avx2_load_bf16(const uint16_t *p, avx2_t y[4])
     }
 }
 
-/* A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. */
+/*
+ * A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. The only NaN that can
+ * come is the processor's default one (core fills rows that are NaN as a whole), which rounding leaves a NaN.
+ */
 static inline __m256i avx2_round_bf16(avx2_t y)
 {
     const __m256i bits = _mm256_castps_si256(y);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(y, y, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
 }
 
 static inline void avx2_store_bf16(uint16_t *p, const avx2_t y[4])

@@ -10,11 +10,6 @@ static inline avx512_t avx512_set1(float a)
     return _mm512_set1_ps(a);
 }
 
-static inline avx512_t avx512_lowest(void)
-{
-    return _mm512_set1_ps(ML_EXPF_LOWEST);
-}
-
 static inline avx512_t avx512_add(avx512_t a, avx512_t b)
 {
     return _mm512_add_ps(a, b);
@@ -45,33 +40,69 @@ static inline avx512_t avx512_max(avx512_t a, avx512_t b)
     return _mm512_max_ps(a, b);
 }
 
-static inline avx512_t avx512_low_bits_to_exponent(avx512_t a)
+static inline avx512_t avx512_fnms(avx512_t a, avx512_t b, avx512_t c)
 {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+    return _mm512_fnmsub_ps(a, b, c);
+}
+
+static inline avx512_t avx512_min(avx512_t a, avx512_t b)
+{
+    return _mm512_min_ps(a, b);
+}
+
+static inline avx512_t avx512_limit(void)
+{
+    return _mm512_set1_ps(ML_EXPF_LIMIT);
+}
+
+/* 2^(n/8), n in the low bits; the permutation looks at the lowest four, hence the table twice. */
+static inline avx512_t avx512_exp2_eighths(avx512_t shifted)
+{
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi32(ML_EXPF_TABLE)), n = _mm512_castps_si512(shifted);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_permutexvar_epi32(n, table), _mm512_slli_epi32(n, 20)));
 }
 
 #include "../../kernels/exp_tpl.h"
 
-static inline int avx512_any_greater(const avx512_t y[2], avx512_t max)
+/* As unsigned integers, negative numbers and NaN are above every number in [0, limit]; less 1, zero is too. */
+static inline int avx512_any_above(const avx512_t u[2], __m512i less)
 {
-    return (_mm512_cmp_ps_mask(y[0], max, _CMP_GT_OQ) | _mm512_cmp_ps_mask(y[1], max, _CMP_GT_OQ)) != 0;
+    const __m512i highest = _mm512_max_epu32(_mm512_sub_epi32(_mm512_castps_si512(u[0]), less),
+                                             _mm512_sub_epi32(_mm512_castps_si512(u[1]), less));
+    return _mm512_cmpgt_epu32_mask(highest, _mm512_sub_epi32(_mm512_castps_si512(avx512_limit()), less)) != 0;
 }
 
-static inline avx512_t avx512_zero_equal(avx512_t e, avx512_t y, avx512_t max, int64_t *equal)
+static inline int avx512_any_outside(const avx512_t u[2])
 {
-    const __mmask16 mask = _mm512_cmp_ps_mask(y, max, _CMP_EQ_OQ);
-    *equal += __builtin_popcount(mask);
+    return avx512_any_above(u, _mm512_setzero_si512());
+}
+
+static inline int avx512_any_zero_or_outside(const avx512_t u[2])
+{
+    return avx512_any_above(u, _mm512_set1_epi32(1));
+}
+
+static inline int avx512_any_negative(const avx512_t u[2])
+{
+    const avx512_t zero = _mm512_setzero_ps();
+    return (_mm512_cmp_ps_mask(u[0], zero, _CMP_LT_OQ) | _mm512_cmp_ps_mask(u[1], zero, _CMP_LT_OQ)) != 0;
+}
+
+static inline avx512_t avx512_zero_above_limit(avx512_t e, avx512_t u)
+{
+    return _mm512_maskz_mov_ps((__mmask16)~_mm512_cmp_ps_mask(u, avx512_limit(), _CMP_GT_OQ), e);
+}
+
+static inline avx512_t avx512_drop_zero(avx512_t e, avx512_t u, int64_t *count)
+{
+    const __mmask16 mask = _mm512_cmp_ps_mask(u, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    *count += __builtin_popcount(mask);
     return _mm512_maskz_mov_ps((__mmask16)~mask, e);
 }
 
 static inline float avx512_largest(const avx512_t y[2])
 {
-    float lane[16];
-    _mm512_storeu_ps(lane, _mm512_max_ps(y[0], y[1]));
-    float r = lane[0];
-    for (int i = 1; i < 16; i++)
-        r = lane[i] > r ? lane[i] : r;
-    return r;
+    return _mm512_reduce_max_ps(_mm512_max_ps(y[0], y[1]));
 }
 
 static inline double avx512_sum(const avx512_t y[2])
@@ -107,13 +138,15 @@ static inline void avx512_load_bf16(const uint16_t *p, avx512_t y[2])
     y[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. */
+/*
+ * A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. The only NaN that can
+ * come is the processor's default one (core fills rows that are NaN as a whole), which rounding leaves a NaN.
+ */
 static inline __m512i avx512_round_bf16(avx512_t y)
 {
     const __m512i bits = _mm512_castps_si512(y);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
 }
 
 static inline void avx512_store_bf16(uint16_t *p, const avx512_t y[2])
