@@ -50,12 +50,17 @@ def _(logits, index, statistics, grad_logp, grad_entropy, chunk_bytes=0):
     return logits.new_empty(logits.shape)
 
 
+def batch_first(info, in_dims, *tensors):
+    """The tensors with the dimension that vmap maps over first; one that has none is expanded."""
+    return tuple(
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, in_dims, strict=False)
+    )
+
+
 @torch.library.register_vmap("memlean::token_logprob_forward", lib=_library)
 def _(info, in_dims, logits, index, return_entropy, chunk_bytes=0):
-    logits, index = (
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip((logits, index), in_dims[:2], strict=True)
-    )
+    logits, index = batch_first(info, in_dims, logits, index)
     outputs = token_logprob_forward(logits, index.contiguous(), return_entropy, chunk_bytes)
     return outputs, (0, 0 if return_entropy else None, 0)
 

@@ -61,7 +61,8 @@ def selective_log_softmax(
         raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
     return_entropy = bool(return_entropy)
     if logits.requires_grad and torch.is_grad_enabled():
-        logps, entropy, _ = _TokenLogprob.apply(logits, index, return_entropy, chunk_bytes or 0)
+        function = _TransformedTokenLogprob if _transforms_active() else _TokenLogprob
+        logps, entropy, _ = function.apply(logits, index, return_entropy, chunk_bytes or 0)
     else:
         logps, entropy, _ = _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes or 0)
     if out_dtype == "input":
@@ -108,22 +109,17 @@ def _as_int64(index: Tensor) -> Tensor:
     return index.to(torch.int64).contiguous()
 
 
+def _transforms_active() -> bool:
+    """Whether torch.func's grad or vmap is at work; the compiler traces the plain Function."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int):
-        return _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        logits, index, return_entropy, chunk_bytes = inputs
-        _, entropy, statistics = output
-        ctx.chunk_bytes = chunk_bytes
-        ctx.set_materialize_grads(False)
-        if return_entropy:
-            ctx.mark_non_differentiable(statistics)
-        else:
-            ctx.mark_non_differentiable(entropy, statistics)
-        ctx.save_for_backward(logits, index, statistics)
+    def forward(ctx, logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int):
+        outputs = _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes)
+        _save(ctx, (logits, index, return_entropy, chunk_bytes), outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _):
@@ -140,11 +136,29 @@ class _TokenLogprob(torch.autograd.Function):
             gradient = _ops.token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, ctx.chunk_bytes)
         return gradient, None, None, None
 
+
+class _TransformedTokenLogprob(_TokenLogprob):
+    """The form that torch.func asks for; binding its arguments costs more than a small call itself."""
+
+    @staticmethod
+    def forward(logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int):
+        return _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs, output)
+
     @staticmethod
     def vmap(info, in_dims, logits, index, return_entropy, chunk_bytes):
-        logits, index = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip((logits, index), in_dims[:2], strict=True)
-        )
-        outputs = _TokenLogprob.apply(logits, index, return_entropy, chunk_bytes)
+        logits, index = _ops.batch_first(info, in_dims, logits, index)
+        outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, chunk_bytes)
         return outputs, (0, 0 if return_entropy else None, 0)
+
+
+def _save(ctx, inputs, outputs) -> None:
+    logits, index, return_entropy, chunk_bytes = inputs
+    _, entropy, statistics = outputs
+    ctx.chunk_bytes = chunk_bytes
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*((statistics,) if return_entropy else (entropy, statistics)))
+    ctx.save_for_backward(logits, index, statistics)
