@@ -60,10 +60,9 @@ def selective_log_softmax(
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes <= 0):
         raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
     return_entropy = bool(return_entropy)
-    if logits.requires_grad and torch.is_grad_enabled():
-        logps, entropy, _ = _TokenLogprob.apply(logits, index, return_entropy, chunk_bytes or 0)
-    else:
-        logps, entropy, _ = _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes or 0)
+    # Always through the Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD, and
+    # where nothing does, nothing is saved.
+    logps, entropy, _ = _TokenLogprob.apply(logits, index, return_entropy, chunk_bytes or 0)
     if out_dtype == "input":
         logps, entropy = logps.to(logits.dtype), entropy.to(logits.dtype)
     return (logps, entropy) if return_entropy else logps
@@ -78,8 +77,9 @@ def _check(logits: Tensor, index: Tensor) -> None:
                 f"{name} must be a plain tensor, got a DTensor, whose shard is not the whole vocabulary: "
                 "pass the result of .full_tensor(), or of .to_local() if the vocabulary is not sharded"
             )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a dense (strided) tensor, got {kind}")
     if logits.dtype not in _LOGITS_DTYPES:
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if index.dtype not in _INDEX_DTYPES:
