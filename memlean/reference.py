@@ -152,15 +152,21 @@ def differentiable_gradient(
     logits: Tensor, index: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
     """The same gradient as an expression that autograd can differentiate again; keeps tensors of the logits' size."""
-    log_p = logits.to(real_dtype(logits.dtype)).log_softmax(-1)
+    one_each = index.dim() == logits.dim() - 1
+    chosen = index.unsqueeze(-1) if one_each else index
+    g = grad_logp if grad_logp is None or not one_each else grad_logp.unsqueeze(-1)
+    h = None if grad_entropy is None else grad_entropy.unsqueeze(-1)
+    # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0 already,
+    # and keeps the derivative with respect to the upstream gradient.
+    unused = (torch.cat([upstream for upstream in (g, h) if upstream is not None], -1) == 0).all(-1, keepdim=True)
+    x = logits.to(real_dtype(logits.dtype))
+    log_p = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0).log_softmax(-1)
     p = log_p.exp()
     gradient = torch.zeros_like(p)
-    if grad_logp is not None:
-        own = grad_logp.unsqueeze(-1) if index.dim() == logits.dim() - 1 else grad_logp
-        chosen = index.unsqueeze(-1) if index.dim() == logits.dim() - 1 else index
-        gradient = gradient.scatter_add(-1, chosen, own) - p * own.sum(-1, keepdim=True)
-    if grad_entropy is not None:
+    if g is not None:
+        gradient = gradient.scatter_add(-1, chosen, g) - p * g.sum(-1, keepdim=True)
+    if h is not None:
         log_p = log_p.masked_fill(log_p.isneginf(), 0.0)  # 0 log 0 = 0
         entropy = -(p * log_p).sum(-1, keepdim=True)
-        gradient = gradient - grad_entropy.unsqueeze(-1) * p * (log_p + entropy)
+        gradient = gradient - h * p * (log_p + entropy)
     return gradient.to(logits.dtype)
