@@ -78,7 +78,7 @@ def token_logprob_forward(
         part = slice(first, first + chunk.shape[0])
         # On other devices a bad index gives NaN instead of an exception, which would need a synchronisation.
         chosen = index_rows[part].clamp(0, vocab - 1)
-        x = chunk.to(real, copy=True)
+        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format)
         top, where_top = x.max(-1, keepdim=True)
         distance = x.gather(-1, chosen) - top
         x.sub_(top)
@@ -130,7 +130,7 @@ def token_logprob_backward(
         total = g.sum(-1, keepdim=True)
         unused = (g == 0).all(-1, keepdim=True) & (h == 0)
 
-        x = chunk.to(real, copy=True).sub_(top).clamp_(min=_lowest(real))
+        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format).sub_(top).clamp_(min=_lowest(real))
         t = x.gather(-1, chosen)
         inverse_sum = 1 / (1 + excess)
         factor = inverse_sum * (h * mean_shift - total)

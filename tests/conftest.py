@@ -1,4 +1,44 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle` from every test
+
+from memlean import _ops, reference
+
+PATHS = ["native", "generic"] if _ops.native else ["generic"]
+
+
+def pytest_report_header():
+    path = f"C kernels, {_ops.native.isa_active()}" if _ops.native else f"generic path ({_ops.native_missing_because})"
+    return f"memlean: {path}; torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generic_path(monkeypatch):
+    """The functions of the generic path, called directly, so that tests see the operators inside them."""
+    monkeypatch.setattr(_ops, "token_logprob_forward", reference.token_logprob_forward)
+    monkeypatch.setattr(_ops, "token_logprob_backward", reference.token_logprob_backward)
+
+
+@pytest.fixture(params=PATHS)
+def each_path(request):
+    """The test runs on the C kernels and on the generic path, or on the latter alone where there are no kernels."""
+    if request.param == "generic":
+        request.getfixturevalue("generic_path")
+    return request.param
+
+
+@pytest.fixture
+def threads():
+    """torch.set_num_threads, undone at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

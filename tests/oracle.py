@@ -1,29 +1,41 @@
-"""The truth that tests compare with: float64 formulas on plain PyTorch, nothing of memlean in them."""
+"""The truth that tests compare with: formulas in float64 on plain PyTorch, nothing of memlean in them."""
 
 import torch
 from torch import Tensor
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """``log_softmax`` in float64. torch's own adds small terms to 1 one by one: 1e-14 off."""
+    x = logits.detach().double()
+    top, where = x.max(-1, keepdim=True)
+    shifted = x - top
+    others = shifted.exp().scatter(-1, where, 0.0).sum(-1, keepdim=True)
+    return shifted - others.log1p().where(top.isfinite(), torch.nan)
+
+
+def _candidates(logits: Tensor, index: Tensor) -> Tensor:
+    return index.long() if index.dim() == logits.dim() else index.long().unsqueeze(-1)
+
+
 def logps_and_entropy(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Differentiable float64 values. Entropy's gradient is NaN where a logit is -inf: use `gradient` there."""
-    log_p = logits.double().log_softmax(-1)
-    chosen = index.long().unsqueeze(-1) if index.dim() == logits.dim() - 1 else index.long()
-    logps = log_p.gather(-1, chosen).view(index.shape)
+    log_p = log_probabilities(logits)
     p = log_p.exp()
-    return logps, -torch.special.xlogy(p, p).sum(-1)
+    return log_p.gather(-1, _candidates(logits, index)).view(index.shape), -torch.special.xlogy(p, p).sum(-1)
 
 
 def gradient(logits: Tensor, index: Tensor, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """d(sum grad_logps * logps + grad_entropy * entropy) / d logits in float64, with 0 log 0 = 0."""
-    x = logits.detach().double()
-    log_p = x.log_softmax(-1)
+    """d(sum grad_logps * logps + grad_entropy * entropy) / d logits, with 0 log 0 = 0."""
+    log_p = log_probabilities(logits)
     p = log_p.exp()
-    result = torch.zeros_like(x)
+    result = torch.zeros_like(p)
     if grad_logps is not None:
-        chosen = index.long().unsqueeze(-1) if index.dim() == logits.dim() - 1 else index.long()
+        chosen = _candidates(logits, index)
         g = grad_logps.double().reshape(chosen.shape)
-        result = result.scatter_add(-1, chosen, g) - p * g.sum(-1, keepdim=True)
+        own = torch.zeros_like(p).scatter_add(-1, chosen, g)
+        # At the chosen token g (1 - p), from -expm1(log p), which keeps the digits that 1 - p loses near p = 1.
+        result += -log_p.expm1() * own - p * (g.sum(-1, keepdim=True) - own)
     if grad_entropy is not None:
-        entropy = -torch.special.xlogy(p, p).sum(-1, keepdim=True)
-        result = result - grad_entropy.double().unsqueeze(-1) * (torch.special.xlogy(p, p) + p * entropy)
+        p_log_p = torch.special.xlogy(p, p)
+        entropy = -p_log_p.sum(-1, keepdim=True)
+        result -= grad_entropy.double().unsqueeze(-1) * (p_log_p + p * entropy)
     return result

@@ -1,0 +1,80 @@
+"""What a call allocates, keeps and dispatches."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+STATUS = Path("/proc/self/status")
+needs_high_water_mark = pytest.mark.skipif(
+    not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="no high-water mark in /proc/self/status here"
+)
+
+
+def _status(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_growth(function: Callable[[], object]) -> int:
+    """Bytes by which resident memory rises at its highest while ``function`` runs.
+
+    Below glibc's largest mmap threshold (32 MiB) an allocation may reuse resident pages: use tensors above it to tell a
+    full copy from none.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
+    before = _status("VmRSS")
+    function()
+    return _status("VmHWM") - before
+
+
+class Saved:
+    """Everything that autograd saves inside ``with Saved() as saved``."""
+
+    def __init__(self):
+        self.tensors: list[Tensor] = []
+        self.unpacked = 0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor.detach())
+        return tensor
+
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self.unpacked += 1
+        return tensor
+
+    def __enter__(self):
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+    def bytes_beyond(self, *callers: Tensor) -> int:
+        """Bytes of saved storages that are none of the caller's own."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in callers}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
+        return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+class Dispatched(TorchDispatchMode):
+    """The operators called inside, and the sizes of the storages they made."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: list[str] = []
+        self.allocated: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.operators.append(str(function))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.allocated.append(x.untyped_storage().nbytes())
+        return out
