@@ -18,9 +18,10 @@ extern "C" {
 
 typedef enum memlean_status {
     MEMLEAN_OK = 0,
-    MEMLEAN_EARGUMENT, /* a size, stride, dtype or pointer that no call can mean */
-    MEMLEAN_EINDEX,    /* a chosen token outside [0, vocab) */
-    MEMLEAN_EISA,      /* an instruction set that this library or this CPU does not have */
+    MEMLEAN_EARGUMENT,    /* a size, stride, dtype or pointer that no call can mean */
+    MEMLEAN_EINDEX,       /* a chosen token outside the vocabulary */
+    MEMLEAN_ETEMPERATURE, /* a temperature that is not finite and positive */
+    MEMLEAN_EISA,         /* an instruction set that this library or this CPU does not have */
 } memlean_status;
 
 /* One English sentence, valid forever. */
@@ -55,19 +56,30 @@ enum {
     MEMLEAN_SEGMENT = 32 * 1024 /* columns per unit of work; part of the result's definition, not a tuning knob */
 };
 
-/* Partial result over some columns of a row: max = max x, sum = sum exp(x - max), shifted = sum (x - max) exp(x - max).
- * Partial results of one row can be merged in any grouping. */
+/*
+ * Partial result over some columns of a row. Partial results of one row can be merged in any grouping.
+ * T is the row's temperature, and u = max - x.
+ */
 typedef struct memlean_row_state {
-    double max, sum, shifted;
+    double max;      /* max x */
+    double sum;      /* sum of exp(-u / T) */
+    double shifted;  /* sum of -u exp(-u / T) */
+    double squares;  /* sum of exp(-u / T)^2 */
+    int64_t columns; /* number of columns */
+    int64_t top;     /* a column at or before the first that holds max, at most 2048 before it */
 } memlean_row_state;
+
+/* The sums beside max and sum that a forward pass is to make. */
+enum { MEMLEAN_WANT_SHIFTED = 1, MEMLEAN_WANT_SQUARES = 2 };
 
 /*
  * Rows of logits x[rows, vocab] and the tokens chosen in them, y[rows, candidates].
  *
- * With m = max x, S = sum exp(x - m), W = sum (x - m) exp(x - m), over one row:
- *     logp_k  = (x[y_k] - m) - log S
+ * With m = max x, T the temperature, S = sum exp((x - m) / T), W = sum (x - m) / T exp((x - m) / T), over one row:
+ *     logp_k  = (x[y_k] - m) / T - log S
  *     entropy = log S - W / S
  * A row with a NaN, with a +inf, or with nothing but -inf gives NaN; a chosen -inf gives logp = -inf.
+ * A row where row_mask is 0, or whose tokens are all ignore_index, is not read: its results and gradient are 0.
  *
  * "real" below is double for MEMLEAN_F64 and float for every other dtype. All strides are in elements.
  */
@@ -79,39 +91,53 @@ typedef struct memlean_token_logprob_params {
     int32_t row_dims;           /* the rows are the last-fastest enumeration of row_sizes[row_dims] */
     const int64_t *row_sizes;   /* [row_dims]; their product is rows */
     const int64_t *row_strides; /* [row_dims] */
-    const int64_t *index;       /* [rows, candidates], contiguous */
+    const int64_t *index;       /* [rows, candidates], contiguous, in [0, index_limit), or ignore_index */
+
+    /* Column 0 is token first_token of index_limit: a shard of a vocabulary has statistics and gradient of its own, and
+     * tokens elsewhere. For a whole vocabulary: 0 and vocab. */
+    int64_t first_token, index_limit;
+
+    int32_t has_ignore_index;
+    int64_t ignore_index;
+    const uint8_t *row_mask;  /* [rows], or NULL for no row masked */
+    const void *temperature;  /* real [rows] or [1], finite and positive, or NULL for 1 */
+    int64_t temperature_step; /* 1 for [rows], 0 for [1] */
 
     /* forward */
-    void *logp;       /* real [rows, candidates] */
+    void *logp;       /* real [rows, candidates]; NaN for a token outside the shard */
+    void *statistics; /* real [rows, MEMLEAN_STATISTICS], or NULL: m, S - 1, W / S; S - 1 is -1 for nothing but -inf */
     void *entropy;    /* real [rows], or NULL */
-    void *statistics; /* real [rows, MEMLEAN_STATISTICS], or NULL: m, S - 1, W / S */
+    void *sum_p2;     /* real [rows], or NULL: sum of squared probabilities */
+    int64_t *argmax;  /* [rows], or NULL: first column that holds m; -1 where there is none */
 
     /* backward; reads `statistics` */
     const void *grad_logp;    /* real [rows, candidates], or NULL for zeros */
     const void *grad_entropy; /* real [rows], or NULL for zeros */
-    void *grad_logits;        /* dtype [rows, vocab], contiguous */
+    void *grad_logits;        /* dtype [rows, vocab], contiguous; or `logits` itself, with its strides */
 } memlean_token_logprob_params;
 
-/* Sizes, strides and index, before anything is read or written. For MEMLEAN_EINDEX, *position is the flat position of
- * the first bad index, and *value that index. */
-memlean_status memlean_token_logprob_check(const memlean_token_logprob_params *params, int64_t *position,
-                                           int64_t *value);
+/* At most so many candidates with grad_logits == logits. */
+enum { MEMLEAN_INPLACE_CANDIDATES = 64 };
+
+/* Sizes, strides, temperature and index, before anything is read or written. For MEMLEAN_EINDEX and
+ * MEMLEAN_ETEMPERATURE, *position is the flat position of the first bad index or temperature. */
+memlean_status memlean_token_logprob_check(const memlean_token_logprob_params *params, int64_t *position);
 
 /* Units of work are (row, segment) pairs, row * segments + segment. Their cut depends on vocab only, which is why the
  * result has the same bits however the units are shared out. */
 int64_t memlean_token_logprob_segments(int64_t vocab);
 
 /* Whole rows [begin, end): logp, entropy, statistics. */
-memlean_status memlean_token_logprob_forward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
+void memlean_token_logprob_forward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
 
 /* The same in two steps, for few long rows: the units [begin, end) into states[rows * segments], then whole rows. */
-memlean_status memlean_token_logprob_reduce(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
-                                            memlean_row_state *states);
-memlean_status memlean_token_logprob_finish(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
-                                            const memlean_row_state *states);
+void memlean_token_logprob_reduce(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
+                                  memlean_row_state *states);
+void memlean_token_logprob_finish(const memlean_token_logprob_params *params, int64_t begin, int64_t end,
+                                  const memlean_row_state *states);
 
 /* The units [begin, end) of grad_logits. A row whose upstream gradients are all 0 is filled with zeros and not read. */
-memlean_status memlean_token_logprob_backward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
+void memlean_token_logprob_backward(const memlean_token_logprob_params *params, int64_t begin, int64_t end);
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 

@@ -1,11 +1,15 @@
 """The torch operators: schemas, the generic path for every device, fakes for the compiler, and the native library.
 
-``memlean::token_logprob_forward(logits, index, return_entropy, chunk_bytes) -> (logp, entropy, statistics)``
-``memlean::token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, chunk_bytes) -> grad_logits``
+``memlean::token_logprob_forward(logits, index, ...) -> (logp, entropy, statistics)``
+``memlean::token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, ...) -> grad_logits``
+``memlean::token_logprob_backward_``: the same, written over the logits
+``memlean::token_stats_forward(logits, index, ...) -> (logp, entropy, statistics, sum_p2, argmax)``
 
-``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of exp(x - m)
-and W the sum of (x - m) exp(x - m). ``entropy`` has no elements unless asked for. ``chunk_bytes`` (0: the default) is for
-the generic path alone. The operators carry no autograd formula: the Function in ``functional.py`` does.
+``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of
+exp((x - m) / T) and W the sum of (x - m) / T exp((x - m) / T). ``entropy`` has no elements unless asked for. ``temperature``
+has one element or one a row, of the results' dtype; ``row_mask`` is bool, one a row. ``first_token`` and ``index_limit`` place
+a shard of the vocabulary in the whole (0 and 0: it is the whole). ``chunk_bytes`` (0: the default) is for the generic path
+alone. The operators carry no autograd formula: the Functions in ``functional.py`` and ``distributed.py`` do.
 """
 
 import warnings
@@ -23,20 +27,32 @@ def _define(schema: str, generic) -> None:
     _library.impl(schema.partition("(")[0], generic, "CompositeExplicitAutograd")
 
 
+_OPTIONS = "Tensor? temperature=None, Tensor? row_mask=None, int? ignore_index=None"
+_SHARD = "int first_token=0, int index_limit=0"
+_UPSTREAM = "Tensor index, Tensor statistics, Tensor? grad_logp, Tensor? grad_entropy"
+
 _define(
-    "token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, int chunk_bytes=0)"
+    f"token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, {_OPTIONS}, {_SHARD}, int chunk_bytes=0)"
     " -> (Tensor, Tensor, Tensor)",
     reference.token_logprob_forward,
 )
 _define(
-    "token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, Tensor? grad_logp, Tensor? grad_entropy,"
-    " int chunk_bytes=0) -> Tensor",
+    f"token_logprob_backward(Tensor logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}, int chunk_bytes=0) -> Tensor",
     reference.token_logprob_backward,
+)
+_define(
+    f"token_logprob_backward_(Tensor(a!) logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}) -> ()",
+    reference.token_logprob_backward_,
+)
+_define(
+    f"token_stats_forward(Tensor logits, Tensor index, {_OPTIONS}, int chunk_bytes=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference.token_stats_forward,
 )
 
 
 @torch.library.register_fake("memlean::token_logprob_forward", lib=_library)
-def _(logits, index, return_entropy, chunk_bytes=0):
+def _(logits, index, return_entropy, *options, **more):
     real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
     return (
         logits.new_empty(index.shape, dtype=real),
@@ -46,23 +62,25 @@ def _(logits, index, return_entropy, chunk_bytes=0):
 
 
 @torch.library.register_fake("memlean::token_logprob_backward", lib=_library)
-def _(logits, index, statistics, grad_logp, grad_entropy, chunk_bytes=0):
+def _(logits, *others, **more):
     return logits.new_empty(logits.shape)
 
 
-def batch_first(info, in_dims, *tensors):
-    """The tensors with the dimension that vmap maps over first; one that has none is expanded."""
-    return tuple(
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, in_dims, strict=False)
+@torch.library.register_fake("memlean::token_logprob_backward_", lib=_library)
+def _(logits, *others, **more):
+    return None
+
+
+@torch.library.register_fake("memlean::token_stats_forward", lib=_library)
+def _(logits, index, *options, **more):
+    real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
+    return (
+        logits.new_empty(index.shape, dtype=real),
+        logits.new_empty(rows, dtype=real),
+        logits.new_empty((*rows, reference.STATISTICS), dtype=real),
+        logits.new_empty(rows, dtype=real),
+        logits.new_empty(rows, dtype=torch.int64),
     )
-
-
-@torch.library.register_vmap("memlean::token_logprob_forward", lib=_library)
-def _(info, in_dims, logits, index, return_entropy, chunk_bytes=0):
-    logits, index = batch_first(info, in_dims, logits, index)
-    outputs = token_logprob_forward(logits, index.contiguous(), return_entropy, chunk_bytes)
-    return outputs, (0, 0 if return_entropy else None, 0)
 
 
 def _load_native():
@@ -93,3 +111,5 @@ native, native_missing_because = _load_native()
 
 token_logprob_forward = torch.ops.memlean.token_logprob_forward.default
 token_logprob_backward = torch.ops.memlean.token_logprob_backward.default
+token_logprob_backward_ = torch.ops.memlean.token_logprob_backward_.default
+token_stats_forward = torch.ops.memlean.token_stats_forward.default

@@ -1,7 +1,8 @@
 """The user's functions, and the torch.autograd.Function around the operators."""
 
+import math
 import sys
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +18,39 @@ def selective_log_softmax(
     index: Tensor,
     return_entropy: bool = False,
     *,
+    temperature: float | Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
     out_dtype: Literal["input"] | None = None,
+    inplace_backward: bool = False,
     chunk_bytes: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of chosen tokens, and optionally the entropy, keeping nothing the size of the vocabulary.
 
     Equivalent to::
 
-        logps = logits.float().log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        p = logits.float().softmax(-1)
+        x = logits.float() / temperature
+        logps = x.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        p = x.softmax(-1)
         entropy = -torch.special.xlogy(p, p).sum(-1)
 
     (with ``double()`` for float64 logits) but with one read of the logits in forward, one read and one write in backward,
     and only ``logits`` itself, ``index`` and three numbers a row saved between the two.
 
     Args:
-        logits: ``[..., vocab]``, float16, bfloat16, float32 or float64, any strides. Never written to.
+        logits: ``[..., vocab]``, float16, bfloat16, float32 or float64, any strides. Never written to, unless
+            ``inplace_backward`` says so.
         index: the chosen tokens, ``[...]``, or ``[..., K]`` for K candidates per row (duplicates add their gradients);
             int64, int32, int16, int8 or uint8, in ``[0, vocab)``.
         return_entropy: also return the entropy of each row, in nats, ``0 <= entropy <= log(vocab)``.
+        temperature: divides the logits: a number, or a tensor that broadcasts to one number per row; finite and positive. It
+            costs no copy of the logits, and no gradient flows to it.
+        row_mask: ``[...]``; rows where it is 0 (False) are not read: logps and entropy 0, gradient exactly 0.
+        ignore_index: a token (usually -100) whose logps and gradients are 0; a row with no other token is not read.
         out_dtype: None for results in float32 (float64 for float64 logits), ``"input"`` to round them to the logits' dtype.
+        inplace_backward: write the gradient over the logits in backward, which then needs no memory of their size. The logits
+            are lost: they may not be a leaf or a view, and whoever else saved them gets autograd's error in backward.
+            At most 64 candidates per row, eager mode only.
         chunk_bytes: byte limit for each temporary on devices without a kernel, at least one row; default
             ``MEMLEAN_CHUNK_BYTES``, or 64 MiB, or 32 MiB with entropy. Ignored where a kernel runs.
 
@@ -45,10 +59,12 @@ def selective_log_softmax(
         A row that holds a NaN or +inf, or nothing but -inf, gives NaN; a chosen -inf gives -inf.
 
     Raises:
-        TypeError: logits or index of another type, dtype or layout, a DTensor among them.
-        ValueError: shapes that do not fit, different devices, an empty vocabulary, an unknown option.
+        TypeError: logits, index or an option of another type, dtype or layout, a DTensor among them.
+        ValueError: shapes that do not fit, different devices, an empty vocabulary, a temperature that is not finite and
+            positive, logits that ``inplace_backward`` may not overwrite.
         IndexError: an index outside the vocabulary, on the CPU. Elsewhere, where raising would have to wait for the device,
-            that token's logp is NaN.
+            that token's logp is NaN, and so are the rows of a bad temperature.
+        RuntimeError: a second backward with ``inplace_backward``.
 
     Formulas: with m = max x, S = sum exp(x - m), W = sum (x - m) exp(x - m): logp_y = (x_y - m) - log S and
     entropy = log S - W / S (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867, for
@@ -57,16 +73,29 @@ def selective_log_softmax(
     _check(logits, index)
     if out_dtype not in (None, "input"):
         raise ValueError(f"out_dtype must be None or 'input', got {out_dtype!r}")
-    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes <= 0):
-        raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
+    if inplace_backward:
+        _check_inplace(logits, index)
+    options = _Options(
+        None if temperature is None else _temperature_per_row(temperature, logits, index),
+        None if row_mask is None else _row_mask(row_mask, logits, index),
+        _ignore_index(ignore_index),
+    )
     return_entropy = bool(return_entropy)
-    # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD, and where
-    # nothing does, nothing is saved.
+    # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD, and
+    # where nothing does, nothing is saved.
     function = _TransformedTokenLogprob if _transforms_active() else _TokenLogprob
-    logps, entropy, _ = function.apply(logits, index, return_entropy, chunk_bytes or 0)
+    logps, entropy, _ = function.apply(
+        logits, index, return_entropy, *options, bool(inplace_backward), _chunk_bytes(chunk_bytes)
+    )
     if out_dtype == "input":
         logps, entropy = logps.to(logits.dtype), entropy.to(logits.dtype)
     return (logps, entropy) if return_entropy else logps
+
+
+class _Options(NamedTuple):
+    temperature: Tensor | None  # [1] or [...], of the results' dtype
+    row_mask: Tensor | None  # [...], bool
+    ignore_index: int | None
 
 
 def _check(logits: Tensor, index: Tensor) -> None:
@@ -105,6 +134,70 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def _check_inplace(logits: Tensor, index: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace_backward works in eager mode only, not under torch.compile")
+    if logits.requires_grad and logits.is_leaf:
+        raise ValueError("inplace_backward would overwrite logits, which are a leaf (a parameter or an input) here")
+    if logits._is_view() or (logits.numel() > 0 and not logits.is_contiguous()):
+        raise ValueError(
+            "inplace_backward needs logits that own their memory and are contiguous, got a view or strides "
+            f"{list(logits.stride())} for shape {list(logits.shape)}"
+        )
+    if index.dim() == logits.dim() and index.shape[-1] > 64:
+        raise ValueError(f"inplace_backward takes at most 64 candidates per row, got {index.shape[-1]}")
+
+
+def _temperature_per_row(temperature: float | Tensor, logits: Tensor, index: Tensor) -> Tensor | None:
+    real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
+    if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+            raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
+        if not (0 < temperature < math.inf):
+            raise ValueError(f"temperature must be finite and positive, got {temperature}")
+        return None if temperature == 1 else logits.new_full((1,), temperature, dtype=real)
+    if temperature.is_complex() or temperature.dtype == torch.bool:
+        raise TypeError(f"temperature must be a real number or tensor, got {temperature.dtype}")
+    if temperature.requires_grad:
+        raise ValueError("temperature must not require grad: no gradient flows to it")
+    if temperature.dim() > 0 and temperature.device != logits.device:
+        raise ValueError(f"logits and temperature must be on one device, got {logits.device} and {temperature.device}")
+    shape = temperature.shape
+    if temperature.dim() == index.dim() == logits.dim() and shape[-1] == 1:
+        temperature = temperature.squeeze(-1)  # one number per row, written against an index with candidates
+    try:
+        temperature = temperature.to(logits.device, real).expand(rows)
+    except RuntimeError:
+        raise ValueError(f"temperature must broadcast to the rows {list(rows)}, got shape {list(shape)}") from None
+    return temperature.contiguous()
+
+
+def _row_mask(row_mask: Tensor, logits: Tensor, index: Tensor) -> Tensor:
+    rows = logits.shape[:-1]
+    if not isinstance(row_mask, Tensor):
+        raise TypeError(f"row_mask must be a torch.Tensor, got {type(row_mask).__name__}")
+    if row_mask.shape != rows:
+        raise ValueError(f"row_mask must have the shape of the rows, {list(rows)}, got {list(row_mask.shape)}")
+    if row_mask.device != logits.device:
+        raise ValueError(f"logits and row_mask must be on one device, got {logits.device} and {row_mask.device}")
+    return (row_mask if row_mask.dtype == torch.bool else row_mask != 0).contiguous()
+
+
+def _ignore_index(ignore_index: int | None) -> int | None:
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
+        raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
+    return ignore_index
+
+
+def _chunk_bytes(chunk_bytes: int | None) -> int:
+    """0 stands for the default."""
+    if chunk_bytes is None:
+        return 0
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
+    return chunk_bytes
+
+
 def _as_int64(index: Tensor) -> Tensor:
     return index.to(torch.int64).contiguous()
 
@@ -116,49 +209,83 @@ def _transforms_active() -> bool:
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int):
-        outputs = _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes)
-        _save(ctx, (logits, index, return_entropy, chunk_bytes), outputs)
+    def forward(
+        ctx, logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes
+    ):
+        inputs = (logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes)
+        outputs = _run(*inputs)
+        _save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _):
+    def backward(ctx, grad_logp, grad_entropy, _):
+        rest = (None,) * 7
         if grad_logp is None and grad_entropy is None:
-            return None, None, None, None
-        logits, index, statistics = ctx.saved_tensors
+            return None, *rest
+        if ctx.inplace_backward and ctx.logits_overwritten:
+            raise RuntimeError(
+                "inplace_backward: this is a second backward, but the first has overwritten the logits; "
+                "call selective_log_softmax without inplace_backward to keep them"
+            )
+        logits, index, statistics, temperature, row_mask = ctx.saved_tensors
         index = _as_int64(index)
         grad_logp, grad_entropy = (
             None if grad is None else grad.to(statistics.dtype).contiguous() for grad in (grad_logp, grad_entropy)
         )
+        options = (temperature, row_mask, ctx.ignore_index)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            gradient = reference.differentiable_gradient(logits, index, grad_logp, grad_entropy)
-        else:
-            gradient = _ops.token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, ctx.chunk_bytes)
-        return gradient, None, None, None
+            return reference.differentiable_gradient(logits, index, grad_logp, grad_entropy, *options), *rest
+        if ctx.inplace_backward:
+            ctx.logits_overwritten = True
+            _ops.token_logprob_backward_(logits, index, statistics, grad_logp, grad_entropy, *options)
+            # Autograd then refuses to use the logits as a value that somebody else has saved.
+            torch.autograd.graph.increment_version(logits)
+            return logits.detach(), *rest
+        return _ops.token_logprob_backward(
+            logits, index, statistics, grad_logp, grad_entropy, *options, chunk_bytes=ctx.chunk_bytes
+        ), *rest
 
 
 class _TransformedTokenLogprob(_TokenLogprob):
     """The form that torch.func asks for; binding its arguments costs more than a small call itself."""
 
     @staticmethod
-    def forward(logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int):
-        return _ops.token_logprob_forward(logits, _as_int64(index), return_entropy, chunk_bytes)
+    def forward(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
+        return _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         _save(ctx, inputs, output)
 
     @staticmethod
-    def vmap(info, in_dims, logits, index, return_entropy, chunk_bytes):
-        logits, index = _ops.batch_first(info, in_dims, logits, index)
-        outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, chunk_bytes)
+    def vmap(info, in_dims, logits, index, return_entropy, temperature, row_mask, *rest):
+        def batch_first(x, dim):
+            """One with a batch dimension gets it first; the others are repeated, a single temperature needs no repeating."""
+            if x is None or (dim is None and x is temperature and x.numel() == 1):
+                return x
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        dims = (in_dims[0], in_dims[1], in_dims[3], in_dims[4])
+        tensors = zip((logits, index, temperature, row_mask), dims, strict=True)
+        logits, index, temperature, row_mask = (batch_first(x, dim) for x, dim in tensors)
+        if temperature is not None:
+            temperature = temperature.contiguous()
+        if row_mask is not None:
+            row_mask = row_mask.contiguous()
+        outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, temperature, row_mask, *rest)
         return outputs, (0, 0 if return_entropy else None, 0)
 
 
+def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
+    return _ops.token_logprob_forward(
+        logits, _as_int64(index), return_entropy, temperature, row_mask, ignore_index, chunk_bytes=chunk_bytes
+    )
+
+
 def _save(ctx, inputs, outputs) -> None:
-    logits, index, return_entropy, chunk_bytes = inputs
+    logits, index, return_entropy, temperature, row_mask, ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = inputs
     _, entropy, statistics = outputs
-    ctx.chunk_bytes = chunk_bytes
+    ctx.logits_overwritten = False
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*((statistics,) if return_entropy else (entropy, statistics)))
-    ctx.save_for_backward(logits, index, statistics)
+    ctx.save_for_backward(logits, index, statistics, temperature, row_mask)

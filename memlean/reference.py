@@ -1,11 +1,14 @@
 """Token log-probability on plain PyTorch operators: any device, rows chunked by a byte budget, no graph inside.
 
 Same definitions as the C kernels (``csrc/kernels``): with m the maximum of a row, S the sum of exp(x - m) and W the sum of
-(x - m) exp(x - m), ``logp_k = (x[y_k] - m) - log S`` and ``entropy = log S - W / S``. S is kept as S - 1, the sum without the
+(x - m) exp(x - m), ``logp_k = (x[y_k] - m) - log S`` and ``entropy = log S - W / S`` (x - m divided by the temperature
+throughout). S is kept as S - 1, the sum without the
 maximum's own term, which keeps all digits of log S for a peaked row.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,42 +49,104 @@ def _rows_per_chunk(logits: Tensor, real: torch.dtype, return_entropy: bool, chu
     return max(1, budget // (logits.shape[-1] * real.itemsize))
 
 
-def check_index(index: Tensor, vocab: int) -> None:
+def check_index(index: Tensor, vocab: int, ignore_index: int | None = None) -> None:
     """IndexError for the first index outside [0, vocab); only where looking at the values costs no synchronisation."""
     if index.device.type != "cpu" or index.numel() == 0:
         return
     bad = (index < 0) | (index >= vocab)
+    if ignore_index is not None:
+        bad &= index != ignore_index
     if not bad.any():
         return
     position = tuple(bad.nonzero()[0].tolist())
     value = index[position].item()
     where = f"index[{', '.join(map(str, position))}]" if position else "index"
-    hint = "; -100 marks ignored labels: replace it by a valid token and mask the result" if value == -100 else ""
+    hint = "; -100 marks ignored labels: pass ignore_index=-100 to mask them" if value == -100 else ""
     raise IndexError(f"memlean: {where} is {value}, expected 0 <= index < {vocab} (the vocabulary){hint}")
 
 
-@torch.no_grad()
-def token_logprob_forward(
-    logits: Tensor, index: Tensor, return_entropy: bool, chunk_bytes: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def _check_temperature(temperature: Tensor | None) -> None:
+    if temperature is None or temperature.device.type != "cpu":
+        return
+    bad = ~((temperature > 0) & temperature.isfinite())
+    if bad.any():
+        position = bad.flatten().nonzero()[0].item()
+        raise ValueError(f"memlean: temperature must be finite and positive, which element {position} is not")
+
+
+@dataclass
+class _Rows:
+    """The row-wise arguments of both passes, flattened to [rows, ...]; `part` cuts a chunk out of them."""
+
+    index: Tensor  # [rows, K], in this shard's columns
+    known: Tensor  # [rows, K], tokens that this shard holds
+    ignored: Tensor | None  # [rows, K]
+    skipped: Tensor | None  # [rows, 1]
+    inverse_temperature: Tensor | None  # [rows, 1] or [1, 1]
+
+    def part(self, first: int, rows: int) -> "_Rows":
+        cut = slice(first, first + rows)
+        one = self.inverse_temperature is None or self.inverse_temperature.shape[0] == 1
+        return _Rows(
+            self.index[cut],
+            self.known[cut],
+            None if self.ignored is None else self.ignored[cut],
+            None if self.skipped is None else self.skipped[cut],
+            self.inverse_temperature if one else self.inverse_temperature[cut],
+        )
+
+
+def _flatten(
+    logits: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    row_mask: Tensor | None,
+    ignore_index: int | None,
+    first_token: int,
+    index_limit: int,
+) -> _Rows:
+    vocab, rows = logits.shape[-1], logits.shape[:-1].numel()
+    limit = index_limit or vocab
+    check_index(index, limit, ignore_index)
+    _check_temperature(temperature)
+    tokens = index.reshape(rows, -1) if index.numel() else index.reshape(rows, 0 if index.dim() == logits.dim() else 1)
+    columns = tokens - first_token
+    ignored = None if ignore_index is None else tokens == ignore_index
+    skipped = None if row_mask is None else ~row_mask.reshape(rows, 1)
+    if ignored is not None and tokens.shape[1] > 0:
+        all_ignored = ignored.all(-1, keepdim=True)
+        skipped = all_ignored if skipped is None else skipped | all_ignored
+    # On other devices a bad index or temperature gives NaN instead of an exception, which would need a synchronisation.
+    inverse = None
+    if temperature is not None:
+        valid = (temperature > 0) & temperature.isfinite()
+        inverse = torch.where(valid, 1 / temperature, torch.nan).reshape(-1, 1)
+    return _Rows(columns.clamp(0, vocab - 1), (columns >= 0) & (columns < vocab), ignored, skipped, inverse)
+
+
+def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
     vocab, real = logits.shape[-1], real_dtype(logits.dtype)
-    check_index(index, vocab)
+    flat = _flatten(logits, index, *options)
     rows = logits.shape[:-1]
     logp = logits.new_empty(index.shape, dtype=real)
     entropy = logits.new_empty(rows if return_entropy else (0,), dtype=real)
     statistics = logits.new_empty((*rows, STATISTICS), dtype=real)
+    sum_p2 = logits.new_empty(rows if extras else (0,), dtype=real)
+    argmax = logits.new_empty(rows if extras else (0,), dtype=torch.int64)
     if logits.numel() == 0:
-        return logp, entropy, statistics
-    index_rows, flat_statistics = index.reshape(rows.numel(), -1), statistics.view(-1, STATISTICS)
-    flat_logp, flat_entropy = logp.view(index_rows.shape), entropy.view(-1)
+        return logp, entropy, statistics, sum_p2, argmax
+    flat_statistics = statistics.view(-1, STATISTICS)
+    flat_logp, flat_entropy = logp.view(flat.index.shape), entropy.view(-1, 1)
     for first, chunk in _row_chunks(logits, _rows_per_chunk(logits, real, return_entropy, chunk_bytes)):
         part = slice(first, first + chunk.shape[0])
-        # On other devices a bad index gives NaN instead of an exception, which would need a synchronisation.
-        chosen = index_rows[part].clamp(0, vocab - 1)
+        row = flat.part(first, chunk.shape[0])
         x = chunk.to(real, copy=True, memory_format=torch.contiguous_format)
         top, where_top = x.max(-1, keepdim=True)
-        distance = x.gather(-1, chosen) - top
+        distance = x.gather(-1, row.index) - top
         x.sub_(top)
+        if row.inverse_temperature is not None:
+            distance.mul_(row.inverse_temperature)
+            x.mul_(row.inverse_temperature)
         mean_shift = torch.zeros_like(top)
         if return_entropy:
             x.clamp_(min=_lowest(real))
@@ -90,16 +155,105 @@ def token_logprob_forward(
             x = e
         else:
             x.exp_()
-        # The maximum's own term is 1. Only a finite maximum makes a distribution.
+        # The maximum's own term is 1. Only a finite maximum makes a distribution; S is 0 for nothing but -inf.
         excess = x.scatter_(-1, where_top, 0.0).sum(-1, keepdim=True)
-        excess = torch.where(top.isfinite(), excess, torch.nan)
-        log_sum = excess.log1p()
-        flat_logp[part] = torch.where(chosen == index_rows[part], distance - log_sum, torch.nan)
+        nothing = torch.where(top.isneginf(), -1.0, torch.nan)
+        excess = torch.where(top.isfinite(), excess, nothing)
+        valid = excess >= 0
+        log_sum = torch.where(valid, excess, torch.nan).log1p()
+        result = torch.where(row.known, distance - log_sum, torch.nan)
+        if row.ignored is not None:
+            result = result.masked_fill(row.ignored, 0.0)
+        zero = (lambda t: t) if row.skipped is None else (lambda t, s=row.skipped: t.masked_fill(s, 0))
+        flat_logp[part] = zero(result)
         if return_entropy:
             mean_shift = shifted / (1 + excess)
-            flat_entropy[part] = (log_sum - mean_shift).squeeze(-1)
-        flat_statistics[part] = torch.cat((top, excess, mean_shift), -1)
-    return logp, entropy, statistics
+            flat_entropy[part] = zero((log_sum - mean_shift).clamp(max=math.log(vocab)))
+        if extras:
+            squares = 1 + x.square_().sum(-1, keepdim=True)
+            sum_p2.view(-1, 1)[part] = zero(torch.where(valid, squares / (1 + excess).square(), torch.nan))
+            nowhere = ~valid if row.skipped is None else ~valid | row.skipped
+            argmax.view(-1, 1)[part] = where_top.masked_fill(nowhere, -1)
+        flat_statistics[part] = zero(torch.cat((top, excess, mean_shift), -1))
+    return logp, entropy, statistics, sum_p2, argmax
+
+
+@torch.no_grad()
+def token_logprob_forward(
+    logits: Tensor,
+    index: Tensor,
+    return_entropy: bool,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    first_token: int = 0,
+    index_limit: int = 0,
+    chunk_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    return _forward(logits, index, return_entropy, False, options, chunk_bytes)[:3]
+
+
+@torch.no_grad()
+def token_stats_forward(
+    logits: Tensor,
+    index: Tensor,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    chunk_bytes: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _forward(logits, index, True, True, (temperature, row_mask, ignore_index, 0, 0), chunk_bytes)
+
+
+def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk_bytes, destination):
+    """Writes the gradient chunk by chunk: into `destination` ([rows, vocab]), or over the logits themselves if None."""
+    real = real_dtype(logits.dtype)
+    flat = _flatten(logits, index, *options)
+    if logits.numel() == 0:
+        return
+    rows = flat.index.shape[0]
+    flat_statistics = statistics.reshape(rows, STATISTICS)
+    flat_logp = None if grad_logp is None else grad_logp.reshape(flat.index.shape)
+    flat_entropy = None if grad_entropy is None else grad_entropy.reshape(rows, 1)
+    for first, chunk in _row_chunks(logits, _rows_per_chunk(logits, real, grad_entropy is not None, chunk_bytes)):
+        part = slice(first, first + chunk.shape[0])
+        row = flat.part(first, chunk.shape[0])
+        top, excess, mean_shift = flat_statistics[part].split(1, -1)
+        g = statistics.new_zeros(row.index.shape) if flat_logp is None else flat_logp[part]
+        h = statistics.new_zeros(top.shape) if flat_entropy is None else flat_entropy[part]
+        if row.ignored is not None:
+            g = g.masked_fill(row.ignored, 0.0)
+        total = g.sum(-1, keepdim=True)
+        unused = (g == 0).all(-1, keepdim=True) & (h == 0)
+        if row.skipped is not None:
+            unused = unused | row.skipped
+
+        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format).sub_(top)
+        if row.inverse_temperature is not None:
+            x.mul_(row.inverse_temperature)
+        x.clamp_(min=_lowest(real))
+        t = x.gather(-1, row.index)
+        inverse_sum = torch.where(excess >= 0, 1 / (1 + excess), torch.nan)
+        factor = inverse_sum * (h * mean_shift - total)
+        if flat_entropy is None:
+            x.exp_().mul_(factor)
+        else:
+            e = x.exp()
+            x.mul_(-inverse_sum * h).add_(factor).mul_(e)
+        # The chosen columns anew: near p = 1, 1 - p loses all digits where -expm1(logp) keeps them. Candidates at one
+        # column write the same sum, so no accumulating scatter is needed; a token outside the shard, or ignored, writes what
+        # is there already for its column's owner.
+        here = row.known if row.ignored is None else row.known & ~row.ignored
+        own = torch.zeros_like(t)
+        for k in range(row.index.shape[1]):
+            same = (row.index == row.index[:, k : k + 1]) & here[:, k : k + 1]
+            own += same * g[:, k : k + 1]
+        logp = t - excess.log1p()
+        x.scatter_(-1, row.index, -logp.expm1() * own - logp.exp() * ((total - own) + h * (t - mean_shift)))
+        if row.inverse_temperature is not None:
+            x.mul_(row.inverse_temperature)
+        (chunk if destination is None else destination[part]).copy_(x.masked_fill_(unused, 0.0))
 
 
 @torch.no_grad()
@@ -109,58 +263,67 @@ def token_logprob_backward(
     statistics: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    first_token: int = 0,
+    index_limit: int = 0,
     chunk_bytes: int = 0,
 ) -> Tensor:
-    vocab, real = logits.shape[-1], real_dtype(logits.dtype)
-    check_index(index, vocab)
-    rows = logits.shape[:-1].numel()
-    grad_logits = logits.new_empty(logits.shape)
-    if logits.numel() == 0:
-        return grad_logits
-    index_rows, flat_statistics = index.reshape(rows, -1), statistics.reshape(rows, STATISTICS)
-    flat_logp = None if grad_logp is None else grad_logp.reshape(index_rows.shape)
-    flat_entropy = None if grad_entropy is None else grad_entropy.reshape(rows, 1)
-    flat_gradient = grad_logits.view(rows, vocab)
-    for first, chunk in _row_chunks(logits, _rows_per_chunk(logits, real, grad_entropy is not None, chunk_bytes)):
-        part = slice(first, first + chunk.shape[0])
-        chosen = index_rows[part].clamp(0, vocab - 1)
-        top, excess, mean_shift = flat_statistics[part].split(1, -1)
-        g = statistics.new_zeros(chosen.shape) if flat_logp is None else flat_logp[part]
-        h = statistics.new_zeros(top.shape) if flat_entropy is None else flat_entropy[part]
-        total = g.sum(-1, keepdim=True)
-        unused = (g == 0).all(-1, keepdim=True) & (h == 0)
+    gradient = logits.new_empty(logits.shape)
+    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    destination = gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
+    _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk_bytes, destination)
+    return gradient
 
-        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format).sub_(top).clamp_(min=_lowest(real))
-        t = x.gather(-1, chosen)
-        inverse_sum = 1 / (1 + excess)
-        factor = inverse_sum * (h * mean_shift - total)
-        if flat_entropy is None:
-            x.exp_().mul_(factor)
-        else:
-            e = x.exp()
-            x.mul_(-inverse_sum * h).add_(factor).mul_(e)
-        # The chosen columns anew: near p = 1, 1 - p loses all digits where -expm1(logp) keeps them. Candidates at one
-        # column write the same sum, so no accumulating scatter is needed.
-        own = sum((chosen == chosen[:, k : k + 1]) * g[:, k : k + 1] for k in range(chosen.shape[1]))
-        logp = t - excess.log1p()
-        x.scatter_(-1, chosen, -logp.expm1() * own - logp.exp() * ((total - own) + h * (t - mean_shift)))
-        flat_gradient[part] = x.masked_fill_(unused, 0.0)
-    return grad_logits
+
+@torch.no_grad()
+def token_logprob_backward_(
+    logits: Tensor,
+    index: Tensor,
+    statistics: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    first_token: int = 0,
+    index_limit: int = 0,
+) -> None:
+    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    _backward(logits, index, statistics, grad_logp, grad_entropy, options, 0, None)
 
 
 def differentiable_gradient(
-    logits: Tensor, index: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None
+    logits: Tensor,
+    index: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
 ) -> Tensor:
     """The same gradient as an expression that autograd can differentiate again; keeps tensors of the logits' size."""
     one_each = index.dim() == logits.dim() - 1
     chosen = index.unsqueeze(-1) if one_each else index
     g = grad_logp if grad_logp is None or not one_each else grad_logp.unsqueeze(-1)
     h = None if grad_entropy is None else grad_entropy.unsqueeze(-1)
+    if ignore_index is not None:
+        ignored = chosen == ignore_index
+        chosen = chosen.masked_fill(ignored, 0)
+        g = None if g is None else g.masked_fill(ignored, 0.0)
+        if chosen.shape[-1] > 0:
+            read = ~ignored.all(-1)
+            row_mask = read if row_mask is None else row_mask & read
+    if row_mask is not None:
+        g, h = (None if grad is None else grad.masked_fill(~row_mask.unsqueeze(-1), 0.0) for grad in (g, h))
     # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0 already,
     # and keeps the derivative with respect to the upstream gradient.
     unused = (torch.cat([upstream for upstream in (g, h) if upstream is not None], -1) == 0).all(-1, keepdim=True)
     x = logits.to(real_dtype(logits.dtype))
-    log_p = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0).log_softmax(-1)
+    inverse = 1.0 if temperature is None else 1 / temperature.unsqueeze(-1)
+    x = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0)
+    log_p = (x * inverse).log_softmax(-1)
     p = log_p.exp()
     gradient = torch.zeros_like(p)
     if g is not None:
@@ -169,4 +332,4 @@ def differentiable_gradient(
         log_p = log_p.masked_fill(log_p.isneginf(), 0.0)  # 0 log 0 = 0
         entropy = -(p * log_p).sum(-1, keepdim=True)
         gradient = gradient - h * p * (log_p + entropy)
-    return gradient.to(logits.dtype)
+    return (gradient * inverse).to(logits.dtype)

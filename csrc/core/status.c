@@ -9,6 +9,8 @@ const char *memlean_status_string(memlean_status status)
         return "a size, stride, dtype or pointer is not valid";
     case MEMLEAN_EINDEX:
         return "an index is outside the vocabulary";
+    case MEMLEAN_ETEMPERATURE:
+        return "a temperature is not finite and positive";
     case MEMLEAN_EISA:
         return "the instruction set is unknown, or not available on this CPU";
     }

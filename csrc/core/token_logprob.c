@@ -65,6 +65,11 @@ static memlean_dtype real(const params *p)
     return p->dtype == MEMLEAN_F64 ? MEMLEAN_F64 : MEMLEAN_F32;
 }
 
+static int ignored(const params *p, int64_t token)
+{
+    return p->has_ignore_index && token == p->ignore_index;
+}
+
 /* Element offset of a row. */
 static int64_t row_offset(const params *p, int64_t row)
 {
@@ -107,11 +112,15 @@ static int offsets_fit(const params *p)
     return 1;
 }
 
-memlean_status memlean_token_logprob_check(const params *p, int64_t *position, int64_t *value)
+memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
 {
     if ((unsigned)p->dtype >= MEMLEAN_DTYPE_COUNT || p->rows < 0 || p->vocab < 1 || p->candidates < 0)
         return MEMLEAN_EARGUMENT;
     if (p->row_dims < 0 || p->row_dims > MEMLEAN_MAX_DIMS || (p->candidates > 0 && p->rows > INT64_MAX / p->candidates))
+        return MEMLEAN_EARGUMENT;
+    if (p->first_token < 0 || p->index_limit < p->vocab || p->first_token > p->index_limit - p->vocab)
+        return MEMLEAN_EARGUMENT;
+    if (p->grad_logits == p->logits && p->logits && (p->vocab_stride != 1 || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
         return MEMLEAN_EARGUMENT;
     int64_t rows = 1;
     for (int d = 0; d < p->row_dims; d++) {
@@ -123,14 +132,42 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position, i
         return MEMLEAN_EARGUMENT;
     if (rows > 0 && !offsets_fit(p))
         return MEMLEAN_EARGUMENT;
-    for (int64_t i = 0; i < rows * p->candidates; i++) {
-        if (p->index[i] < 0 || p->index[i] >= p->vocab) {
-            *position = i;
-            *value = p->index[i];
+    for (*position = 0; *position < rows * p->candidates; ++*position) {
+        const int64_t y = p->index[*position];
+        if ((y < 0 || y >= p->index_limit) && !ignored(p, y))
             return MEMLEAN_EINDEX;
-        }
+    }
+    const int64_t temperatures = !p->temperature ? 0 : p->temperature_step ? rows : 1;
+    for (*position = 0; *position < temperatures; ++*position) {
+        const double temperature = load(real(p), p->temperature, *position);
+        if (!(temperature > 0 && temperature < INFINITY))
+            return MEMLEAN_ETEMPERATURE;
     }
     return MEMLEAN_OK;
+}
+
+/* ---- Rows ------------------------------------------------------------------------------------------------------- */
+
+static int skipped(const params *p, int64_t row)
+{
+    if (p->row_mask && !p->row_mask[row])
+        return 1;
+    int64_t k = 0;
+    while (k < p->candidates && ignored(p, p->index[row * p->candidates + k]))
+        k++;
+    return p->has_ignore_index && p->candidates > 0 && k == p->candidates;
+}
+
+static ml_row_scale row_scale(const params *p, int64_t row)
+{
+    const int is_double = p->dtype == MEMLEAN_F64;
+    const double temperature = p->temperature ? load(real(p), p->temperature, row * p->temperature_step) : 1;
+    const double inverse = 1 / temperature, highest = is_double ? DBL_MAX : (double)FLT_MAX;
+    const double rate = is_double ? inverse : ML_EXPF_EIGHTHS * inverse;
+    const double limit = (is_double ? ML_EXP_LIMIT : (double)ML_EXPF_LIMIT) * temperature;
+    /* Finite also for the least and the greatest temperature, so that 0 * rate is 0 and infinity is above the limit. */
+    return (ml_row_scale){inverse < highest ? inverse : highest, rate < highest ? rate : highest,
+                          limit < highest ? limit : highest};
 }
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------- */
@@ -143,47 +180,72 @@ int64_t memlean_token_logprob_segments(int64_t vocab)
 static memlean_row_state empty_state(memlean_dtype dtype)
 {
     /* The lowest finite number, not -inf, so that x - max is never -inf - -inf. */
-    return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX, .sum = 0, .shifted = 0};
+    return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX};
 }
 
-static memlean_row_state reduce_segment(const params *p, int64_t offset, int64_t segment)
+static memlean_row_state reduce_segment(const params *p, int64_t offset, const ml_row_scale *scale, int64_t segment)
 {
     ml_token_logprob_fwd_fn *kernel = ml_kernels()->token_logprob_fwd[p->dtype];
     double buffer[gather_columns];
     memlean_row_state state = empty_state(p->dtype);
+    const int wanted = (p->entropy ? MEMLEAN_WANT_SHIFTED : 0) | (p->sum_p2 ? MEMLEAN_WANT_SQUARES : 0);
     const int64_t begin = segment * MEMLEAN_SEGMENT, end = min64(p->vocab, begin + MEMLEAN_SEGMENT);
     const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
     for (int64_t j = begin; j < end; j += step) {
         const int64_t n = min64(step, end - j);
-        kernel(columns(p, offset, j, n, buffer), n, p->entropy != NULL, &state);
+        kernel(columns(p, offset, j, n, buffer), n, scale, wanted, &state);
     }
     return state;
 }
 
-static memlean_row_state merge(memlean_row_state a, memlean_row_state b)
+/* b holds the columns after those of a. */
+static memlean_row_state merge(memlean_row_state a, memlean_row_state b, const ml_row_scale *scale)
 {
+    const int64_t top = b.max > a.max ? a.columns + b.top : a.top;
     if (a.max < b.max)
-        ml_row_state_raise(&a, b.max);
+        ml_row_state_raise(&a, b.max, scale->inverse_temperature);
     else
-        ml_row_state_raise(&b, a.max);
-    return (memlean_row_state){.max = a.max, .sum = a.sum + b.sum, .shifted = a.shifted + b.shifted};
+        ml_row_state_raise(&b, a.max, scale->inverse_temperature);
+    return (memlean_row_state){.max = a.max,
+                               .sum = a.sum + b.sum,
+                               .shifted = a.shifted + b.shifted,
+                               .squares = a.squares + b.squares,
+                               .columns = a.columns + b.columns,
+                               .top = top};
 }
 
-static void finish_row(const params *p, int64_t row, int64_t offset, memlean_row_state state)
+static int64_t first_maximum(const params *p, int64_t offset, const memlean_row_state *state)
+{
+    for (int64_t j = state->top; j < p->vocab; j++)
+        if (load(p->dtype, p->logits, offset + j * p->vocab_stride) == state->max)
+            return j;
+    return -1;
+}
+
+static void finish_row(const params *p, int64_t row, int64_t offset, const ml_row_scale *scale, memlean_row_state state)
 {
     const int valid = state.sum > 0; /* 0: nothing but -inf. NaN: a NaN or +inf. */
-    const double excess = valid ? state.sum - 1 : NAN;
-    const double log_sum = valid ? ml_log1p(excess) : NAN;
-    const double mean_shift = state.shifted / state.sum;
+    const double excess = state.sum - 1, log_sum = valid ? ml_log1p(excess) : NAN;
+    const double mean_shift = state.shifted / state.sum * scale->inverse_temperature;
     for (int64_t k = 0; k < p->candidates; k++) {
-        const int64_t i = row * p->candidates + k;
-        const double chosen = load(p->dtype, p->logits, offset + p->index[i] * p->vocab_stride);
-        store(real(p), p->logp, i, (chosen - state.max) - log_sum);
+        const int64_t i = row * p->candidates + k, column = p->index[i] - p->first_token;
+        if (ignored(p, p->index[i])) {
+            store(real(p), p->logp, i, 0);
+        } else if (column < 0 || column >= p->vocab) {
+            store(real(p), p->logp, i, NAN);
+        } else {
+            const double chosen = load(p->dtype, p->logits, offset + column * p->vocab_stride);
+            store(real(p), p->logp, i, (chosen - state.max) * scale->inverse_temperature - log_sum);
+        }
     }
     if (p->entropy) {
         const double highest = ml_log1p((double)(p->vocab - 1)), entropy = log_sum - mean_shift;
         store(real(p), p->entropy, row, entropy > highest ? highest : entropy);
     }
+    if (p->sum_p2)
+        store(real(p), p->sum_p2, row, valid ? state.squares / (state.sum * state.sum) : NAN);
+    if (p->argmax)
+        p->argmax[row] = valid ? first_maximum(p, offset, &state) : -1;
     if (p->statistics) {
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, excess);
@@ -191,59 +253,86 @@ static void finish_row(const params *p, int64_t row, int64_t offset, memlean_row
     }
 }
 
-memlean_status memlean_token_logprob_forward(const params *p, int64_t begin, int64_t end)
+static void skip_row(const params *p, int64_t row)
+{
+    for (int64_t k = 0; k < p->candidates; k++)
+        store(real(p), p->logp, row * p->candidates + k, 0);
+    for (int64_t i = 0; p->statistics && i < MEMLEAN_STATISTICS; i++)
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS + i, 0);
+    if (p->entropy)
+        store(real(p), p->entropy, row, 0);
+    if (p->sum_p2)
+        store(real(p), p->sum_p2, row, 0);
+    if (p->argmax)
+        p->argmax[row] = -1;
+}
+
+void memlean_token_logprob_forward(const params *p, int64_t begin, int64_t end)
 {
     const int64_t segments = memlean_token_logprob_segments(p->vocab);
     for (int64_t row = begin; row < end; row++) {
+        if (skipped(p, row)) {
+            skip_row(p, row);
+            continue;
+        }
         const int64_t offset = row_offset(p, row);
-        memlean_row_state state = reduce_segment(p, offset, 0);
+        const ml_row_scale scale = row_scale(p, row);
+        memlean_row_state state = reduce_segment(p, offset, &scale, 0);
         for (int64_t s = 1; s < segments; s++)
-            state = merge(state, reduce_segment(p, offset, s));
-        finish_row(p, row, offset, state);
+            state = merge(state, reduce_segment(p, offset, &scale, s), &scale);
+        finish_row(p, row, offset, &scale, state);
     }
-    return MEMLEAN_OK;
 }
 
-memlean_status memlean_token_logprob_reduce(const params *p, int64_t begin, int64_t end, memlean_row_state *states)
+void memlean_token_logprob_reduce(const params *p, int64_t begin, int64_t end, memlean_row_state *states)
 {
     const int64_t segments = memlean_token_logprob_segments(p->vocab);
-    for (int64_t unit = begin; unit < end; unit++)
-        states[unit] = reduce_segment(p, row_offset(p, unit / segments), unit % segments);
-    return MEMLEAN_OK;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t row = unit / segments;
+        const ml_row_scale scale = row_scale(p, row);
+        if (!skipped(p, row))
+            states[unit] = reduce_segment(p, row_offset(p, row), &scale, unit % segments);
+    }
 }
 
-memlean_status memlean_token_logprob_finish(const params *p, int64_t begin, int64_t end,
-                                            const memlean_row_state *states)
+void memlean_token_logprob_finish(const params *p, int64_t begin, int64_t end, const memlean_row_state *states)
 {
     const int64_t segments = memlean_token_logprob_segments(p->vocab);
     for (int64_t row = begin; row < end; row++) {
+        if (skipped(p, row)) {
+            skip_row(p, row);
+            continue;
+        }
+        const ml_row_scale scale = row_scale(p, row);
         memlean_row_state state = states[row * segments];
         for (int64_t s = 1; s < segments; s++)
-            state = merge(state, states[row * segments + s]);
-        finish_row(p, row, row_offset(p, row), state);
+            state = merge(state, states[row * segments + s], &scale);
+        finish_row(p, row, row_offset(p, row), &scale, state);
     }
-    return MEMLEAN_OK;
 }
 
 /* ---- Backward --------------------------------------------------------------------------------------------------- */
 
 /*
- * With p_j = exp(t_j) / S, t_j = x_j - m, g_k and h the upstream gradients, G = sum g_k:
- *     dx_j = -p_j G - h p_j (t_j - W / S) + sum of g_k with y_k = j
+ * With t_j = (x_j - m) / T, p_j = exp(t_j) / S, g_k and h the upstream gradients, G = sum g_k:
+ *     dx_j = (-p_j G - h p_j (t_j - W / S) + sum of g_k with y_k = j) / T
  */
 typedef struct {
     double max, log_sum, inverse_sum, mean_shift; /* m, log S, 1 / S, W / S */
     double grad_logp, grad_entropy;               /* G, h */
+    ml_row_scale scale;
 } row_gradient;
 
 static double upstream(const params *p, int64_t i)
 {
-    return p->grad_logp ? load(real(p), p->grad_logp, i) : 0;
+    return p->grad_logp && !ignored(p, p->index[i]) ? load(real(p), p->grad_logp, i) : 0;
 }
 
 /* Returns 0 where every upstream gradient of the row is 0. */
 static int prepare_row(const params *p, int64_t row, row_gradient *g)
 {
+    if (skipped(p, row))
+        return 0;
     g->grad_entropy = p->grad_entropy ? load(real(p), p->grad_entropy, row) : 0;
     g->grad_logp = 0;
     int needed = g->grad_entropy != 0;
@@ -257,61 +346,79 @@ static int prepare_row(const params *p, int64_t row, row_gradient *g)
     g->log_sum = ml_log1p(excess);
     g->inverse_sum = 1 / (1 + excess);
     g->mean_shift = load(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2);
+    g->scale = row_scale(p, row);
     return needed;
 }
 
-/* Overwrites the chosen columns in [begin, end), in double and rounded once: near p = 1 the kernel's -p G + g loses all
- * digits where -expm1(logp) g keeps them. Quadratic in the candidates of a row that fall into the segment. */
-static void patch_chosen(const params *p, int64_t row, int64_t offset, const row_gradient *g, int64_t begin,
-                         int64_t end, void *gradient)
+/* The gradient at a chosen column that holds x, in double: near p = 1 the kernel's -p G + g would lose all digits where
+ * -expm1(logp) g keeps them. `own` is the sum of the upstream gradients of all candidates there. */
+static double chosen_gradient(const params *p, const row_gradient *g, double x, double own)
 {
+    const double lowest = p->dtype == MEMLEAN_F64 ? -ML_EXP_LIMIT : (double)-ML_EXPF_LIMIT;
+    const double distance = (x - g->max) * g->scale.inverse_temperature;
+    const double t = lowest > distance ? lowest : distance; /* as in the kernel: 0 * t stays 0 */
+    const double logp = t - g->log_sum, probability = distance < lowest ? 0 : ml_exp(logp);
+    const double rest = (g->grad_logp - own) + g->grad_entropy * (t - g->mean_shift);
+    return (-ml_expm1(logp) * own - probability * rest) * g->scale.inverse_temperature;
+}
+
+static void backward_segment(const params *p, int64_t row, const row_gradient *g, int64_t begin, int64_t end,
+                             void *gradient)
+{
+    ml_token_logprob_bwd_fn *kernel = ml_kernels()->token_logprob_bwd[p->dtype];
+    const int64_t offset = row_offset(p, row), size = (int64_t)element_size(p->dtype);
+    const double inverse = g->scale.inverse_temperature;
+    const ml_row_gradient factors = {
+        .max = g->max,
+        .factor = g->inverse_sum * (g->grad_entropy * g->mean_shift - g->grad_logp) * inverse,
+        .slope = -g->inverse_sum * g->grad_entropy * inverse * inverse,
+    };
+    if (!isfinite(factors.factor) || !isfinite(factors.slope)) { /* a NaN row, or upstream gradients that are not finite */
+        for (int64_t j = begin; j < end; j++)
+            store(p->dtype, gradient, j - begin, NAN);
+        return;
+    }
+    /* In place, the chosen logits are gone after the kernel. */
     const int64_t *index = p->index + row * p->candidates;
+    const int64_t kept = p->grad_logits == p->logits ? p->candidates : 0;
+    double chosen[MEMLEAN_INPLACE_CANDIDATES];
+    for (int64_t k = 0; k < kept; k++) {
+        const int64_t column = index[k] - p->first_token;
+        chosen[k] = column >= begin && column < end ? load(p->dtype, p->logits, offset + column) : 0;
+    }
+
+    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
+    double buffer[gather_columns];
+    for (int64_t j = begin; j < end; j += step) {
+        const int64_t n = min64(step, end - j);
+        kernel(columns(p, offset, j, n, buffer), n, &g->scale, &factors, (char *)gradient + (j - begin) * size);
+    }
+
+    /* Quadratic in the candidates of a row that fall into the segment. */
     for (int64_t k = 0; k < p->candidates; k++) {
-        const int64_t y = index[k];
-        if (y < begin || y >= end)
+        const int64_t column = index[k] - p->first_token;
+        if (ignored(p, index[k]) || column < begin || column >= end)
             continue;
-        double own = 0; /* sum of the gradients of all candidates at y */
+        double own = 0;
         for (int64_t l = 0; l < p->candidates; l++)
-            own += index[l] == y ? upstream(p, row * p->candidates + l) : 0;
-        const double lowest = p->dtype == MEMLEAN_F64 ? -ML_EXP_LIMIT : (double)-ML_EXPF_LIMIT;
-        const double distance = load(p->dtype, p->logits, offset + y * p->vocab_stride) - g->max;
-        const double t = lowest > distance ? lowest : distance; /* as in the kernel: 0 * t stays 0 */
-        const double logp = t - g->log_sum, probability = distance < lowest ? 0 : ml_exp(logp);
-        const double rest = (g->grad_logp - own) + g->grad_entropy * (t - g->mean_shift);
-        store(p->dtype, gradient, y - begin, -ml_expm1(logp) * own - probability * rest);
+            own += index[l] == index[k] ? upstream(p, row * p->candidates + l) : 0;
+        const double x = kept ? chosen[k] : load(p->dtype, p->logits, offset + column * p->vocab_stride);
+        store(p->dtype, gradient, column - begin, chosen_gradient(p, g, x, own));
     }
 }
 
-memlean_status memlean_token_logprob_backward(const params *p, int64_t begin, int64_t end)
+void memlean_token_logprob_backward(const params *p, int64_t begin, int64_t end)
 {
-    ml_token_logprob_bwd_fn *kernel = ml_kernels()->token_logprob_bwd[p->dtype];
     const int64_t segments = memlean_token_logprob_segments(p->vocab), size = (int64_t)element_size(p->dtype);
-    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
-    double buffer[gather_columns];
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t row = unit / segments, first = unit % segments * MEMLEAN_SEGMENT;
-        const int64_t last = min64(p->vocab, first + MEMLEAN_SEGMENT), offset = row_offset(p, row);
-        char *gradient = (char *)p->grad_logits + (row * p->vocab + first) * size;
+        const int64_t last = min64(p->vocab, first + MEMLEAN_SEGMENT);
+        const int64_t row_start = p->grad_logits == p->logits ? row_offset(p, row) : row * p->vocab;
+        char *gradient = (char *)p->grad_logits + (row_start + first) * size;
         row_gradient g;
-        if (!prepare_row(p, row, &g)) {
+        if (prepare_row(p, row, &g))
+            backward_segment(p, row, &g, first, last, gradient);
+        else
             memset(gradient, 0, (size_t)((last - first) * size));
-            continue;
-        }
-        const ml_row_gradient factors = {
-            .max = g.max,
-            .factor = g.inverse_sum * (g.grad_entropy * g.mean_shift - g.grad_logp),
-            .slope = -g.inverse_sum * g.grad_entropy,
-        };
-        if (!isfinite(factors.factor) || !isfinite(factors.slope)) { /* a NaN row, or upstream gradients that are not finite */
-            for (int64_t j = first; j < last; j++)
-                store(p->dtype, gradient, j - first, NAN);
-            continue;
-        }
-        for (int64_t j = first; j < last; j += step) {
-            const int64_t n = min64(step, last - j);
-            kernel(columns(p, offset, j, n, buffer), n, &factors, gradient + (j - first) * size);
-        }
-        patch_chosen(p, row, offset, &g, first, last, gradient);
     }
-    return MEMLEAN_OK;
 }

@@ -25,9 +25,9 @@
 
 /* ---- exp(-u) in float: constants of exp_tpl.h --------------------------------------------------------------------- */
 
-/* Largest u: exp is 0 beyond, which also keeps -inf and masking constants (-1e30) harmless, and no result is denormal. */
+/* Largest u / T: exp is 0 beyond, which also keeps -inf and masking constants (-1e30) harmless, and no result is denormal. */
 #define ML_EXPF_LIMIT 87.25f
-#define ML_EXPF_EIGHTHS 0x1.715476p+3f /* 8 / ln 2 */
+#define ML_EXPF_EIGHTHS 0x1.71547652b82fep+3 /* 8 / ln 2 */
 /* 1.5 * 2^23: adding it rounds to an integer n and leaves n in the low bits. */
 #define ML_EXPF_MAGIC 12582912.0f
 /* 2^(r/8) on |r| <= 1/2 with c0 = 1, relative minimax 2.5e-8. */
@@ -81,11 +81,12 @@ static inline double ml_exp(double t)
 }
 
 /* The same partial result relative to a higher maximum. */
-static inline void ml_row_state_raise(memlean_row_state *state, double max)
+static inline void ml_row_state_raise(memlean_row_state *state, double max, double inverse_temperature)
 {
-    const double step = state->max - max, factor = ml_exp(step);
+    const double step = state->max - max, factor = ml_exp(step * inverse_temperature);
     state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
     state->sum *= factor;
+    state->squares *= factor * factor;
     state->max = max;
 }
 

@@ -32,16 +32,34 @@ static inline void ML_NAME(load)(const ML_STORAGE *x, int64_t j, int64_t n, ML_V
     ML_LOAD(chunk, y);
 }
 
+/* What does not change within a row. */
+typedef struct {
+    ML_V(t) max, rate, limit;
+} ML_NAME(row);
+
 /*
- * One vector of u = max - y, any values: e = exp(-u), 0 beyond the limit, where u becomes the limit so that u * e is 0 and
+ * One vector of u = max - y, any values: e = exp(-u / T), 0 beyond the limit, where u becomes the limit so that u * e is 0 and
  * not infinity * 0; NaN where u is NaN. Within the limit, the bits of the plain exp.
  */
-static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) *u)
+static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) *u, const ML_NAME(row) *row)
 {
-    const ML_V(t) clamped = ML_V(min)(ML_V(limit)(), *u);
-    const ML_V(t) e = ML_V(zero_above_limit)(ML_V(exp)(clamped), *u);
+    const ML_V(t) clamped = ML_V(min)(row->limit, *u);
+    const ML_V(t) e = ML_V(zero_above)(ML_V(exp)(clamped, row->rate), *u, row->limit);
     *u = clamped;
     return e;
+}
+
+/* The lanes of a block: sums of e, of -u e, and of e squared. */
+typedef struct {
+    ML_V(t) e[ML_VECTORS], ue[ML_VECTORS], ee[ML_VECTORS];
+} ML_NAME(lanes);
+
+ML_ALWAYS_INLINE void ML_NAME(add)(ML_NAME(lanes) *sums, int v, ML_V(t) e, ML_V(t) u, const int wanted)
+{
+    if (wanted & MEMLEAN_WANT_SHIFTED)
+        sums->ue[v] = ML_V(fnma)(e, u, sums->ue[v]);
+    if (wanted & MEMLEAN_WANT_SQUARES)
+        sums->ee[v] = ML_V(fma)(e, e, sums->ee[v]);
 }
 
 /*
@@ -49,142 +67,165 @@ static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) *u)
  * columns equal to the maximum are counted there instead of being added: next to a 1, a lane would lose what decides log S
  * of a peaked row.
  */
-ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], ML_V(t) max, ML_V(t) s[ML_VECTORS],
-                                        ML_V(t) w[ML_VECTORS], const int entropy, int64_t *const count)
+ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], const ML_NAME(row) *row, ML_NAME(lanes) *sums,
+                                        const int wanted, int64_t *const count)
 {
     ML_V(t) u[ML_VECTORS];
     for (int v = 0; v < ML_VECTORS; v++)
-        u[v] = ML_V(sub)(max, y[v]);
-    if (ML_UNLIKELY(count ? ML_V(any_zero_or_outside)(u) : ML_V(any_outside)(u))) {
+        u[v] = ML_V(sub)(row->max, y[v]);
+    if (ML_UNLIKELY(count ? ML_V(any_zero_or_outside)(u, row->limit) : ML_V(any_outside)(u, row->limit))) {
         if (ML_V(any_negative)(u))
             return 1;
         for (int v = 0; v < ML_VECTORS; v++) {
-            ML_V(t) e = ML_NAME(careful_exp)(&u[v]);
+            ML_V(t) e = ML_NAME(careful_exp)(&u[v], row);
             if (count)
                 e = ML_V(drop_zero)(e, u[v], count);
-            s[v] = ML_V(add)(s[v], e);
-            if (entropy)
-                w[v] = ML_V(fnma)(e, u[v], w[v]);
+            sums->e[v] = ML_V(add)(sums->e[v], e);
+            ML_NAME(add)(sums, v, e, u[v], wanted);
         }
         return 0;
     }
     for (int v = 0; v < ML_VECTORS; v++) {
         ML_V(t) scale;
-        const ML_V(t) p = ML_V(exp_split)(u[v], &scale);
-        s[v] = ML_V(fma)(p, scale, s[v]);
-        if (entropy)
-            w[v] = ML_V(fnma)(ML_V(mul)(p, scale), u[v], w[v]);
+        const ML_V(t) p = ML_V(exp_split)(u[v], row->rate, &scale);
+        sums->e[v] = ML_V(fma)(p, scale, sums->e[v]);
+        if (wanted)
+            ML_NAME(add)(sums, v, ML_V(mul)(p, scale), u[v], wanted);
     }
     return 0;
 }
 
-/* Columns [begin, n) of a block, some of them above the maximum so far. */
-static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, int entropy, memlean_row_state *state)
+ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) *sums, const int wanted, memlean_row_state *state)
 {
-    ML_V(t) y[ML_VECTORS], top[ML_VECTORS], s[ML_VECTORS], w[ML_VECTORS];
-    for (int v = 0; v < ML_VECTORS; v++) {
+    state->sum += ML_V(sum)(sums->e);
+    if (wanted & MEMLEAN_WANT_SHIFTED)
+        state->shifted += ML_V(sum)(sums->ue);
+    if (wanted & MEMLEAN_WANT_SQUARES)
+        state->squares += ML_V(sum)(sums->ee);
+}
+
+ML_ALWAYS_INLINE void ML_NAME(start)(ML_NAME(lanes) *sums, ML_NAME(row) *row, const ml_row_scale *scale, double max)
+{
+    row->max = ML_V(set1)((ML_REAL)max);
+    row->rate = ML_V(set1)((ML_REAL)scale->rate);
+    row->limit = ML_V(set1)((ML_REAL)scale->limit);
+    for (int v = 0; v < ML_VECTORS; v++)
+        sums->e[v] = sums->ue[v] = sums->ee[v] = ML_V(set1)(0);
+}
+
+/* Columns [begin, n) of a block, some of them above the maximum so far. */
+static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, const ml_row_scale *scale, int wanted,
+                               memlean_row_state *state)
+{
+    ML_V(t) y[ML_VECTORS], top[ML_VECTORS];
+    for (int v = 0; v < ML_VECTORS; v++)
         top[v] = ML_V(set1)((ML_REAL)state->max);
-        s[v] = w[v] = ML_V(set1)(0);
-    }
     for (int64_t j = begin; j < n; j += 32) {
         ML_NAME(load)(x, j, n, y);
         for (int v = 0; v < ML_VECTORS; v++)
             top[v] = ML_V(max)(y[v], top[v]);
     }
-    const ML_REAL raised = ML_V(largest)(top);
-    ml_row_state_raise(state, (double)raised);
+    ml_row_state_raise(state, (double)ML_V(largest)(top), scale->inverse_temperature);
+    state->top = state->columns + begin;
 
+    ML_NAME(lanes) sums;
+    ML_NAME(row) row;
+    ML_NAME(start)(&sums, &row, scale, state->max);
     int64_t equal = 0;
     for (int64_t j = begin; j < n; j += 32) {
         ML_NAME(load)(x, j, n, y);
-        (void)ML_NAME(fwd_chunk)(y, ML_V(set1)(raised), s, w, entropy, &equal); /* nothing is above the maximum now */
+        (void)ML_NAME(fwd_chunk)(y, &row, &sums, wanted, &equal); /* nothing is above the maximum now */
     }
-    state->sum += (double)equal + ML_V(sum)(s);
-    if (entropy)
-        state->shifted += ML_V(sum)(w);
+    ML_NAME(flush)(&sums, wanted, state);
+    state->sum += (double)equal;
+    state->squares += (double)equal;
 }
 
-ML_ALWAYS_INLINE void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, memlean_row_state *state, const int entropy)
+ML_ALWAYS_INLINE void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, const ml_row_scale *scale, const int wanted,
+                                        memlean_row_state *state)
 {
     for (int64_t block = 0; block < n; block += ML_BLOCK) {
         const int64_t end = n - block < ML_BLOCK ? n : block + ML_BLOCK, whole = end - (end - block) % 32;
-        const ML_V(t) max = ML_V(set1)((ML_REAL)state->max);
-        ML_V(t) y[ML_VECTORS], s[ML_VECTORS], w[ML_VECTORS];
-        for (int v = 0; v < ML_VECTORS; v++)
-            s[v] = w[v] = ML_V(set1)(0);
+        ML_V(t) y[ML_VECTORS];
+        ML_NAME(lanes) sums;
+        ML_NAME(row) row;
+        ML_NAME(start)(&sums, &row, scale, state->max);
         int raise = 0;
         int64_t j = block;
         for (; j < whole; j += 32) {
             ML_LOAD(x + j, y);
-            raise = ML_NAME(fwd_chunk)(y, max, s, w, entropy, NULL);
+            raise = ML_NAME(fwd_chunk)(y, &row, &sums, wanted, NULL);
             if (ML_UNLIKELY(raise))
                 break;
         }
         if (whole < end && !raise) {
             ML_NAME(load)(x, j, end, y);
-            raise = ML_NAME(fwd_chunk)(y, max, s, w, entropy, NULL);
+            raise = ML_NAME(fwd_chunk)(y, &row, &sums, wanted, NULL);
         }
-        state->sum += ML_V(sum)(s);
-        if (entropy)
-            state->shifted += ML_V(sum)(w);
+        ML_NAME(flush)(&sums, wanted, state);
         if (raise) /* at most once a block, about log V times in a row in random order */
-            ML_NAME(fwd_raise)(x, j, end, entropy, state);
+            ML_NAME(fwd_raise)(x, j, end, scale, wanted, state);
     }
+    state->columns += n;
 }
 
-void ML_NAME(fwd)(const void *x, int64_t n, int entropy, memlean_row_state *state)
+void ML_NAME(fwd)(const void *x, int64_t n, const ml_row_scale *scale, int wanted, memlean_row_state *state)
 {
-    if (entropy)
-        ML_NAME(fwd_body)(x, n, state, 1);
+    if (wanted & MEMLEAN_WANT_SQUARES)
+        ML_NAME(fwd_body)(x, n, scale, MEMLEAN_WANT_SHIFTED | MEMLEAN_WANT_SQUARES, state);
+    else if (wanted & MEMLEAN_WANT_SHIFTED)
+        ML_NAME(fwd_body)(x, n, scale, MEMLEAN_WANT_SHIFTED, state);
     else
-        ML_NAME(fwd_body)(x, n, state, 0);
+        ML_NAME(fwd_body)(x, n, scale, 0, state);
 }
 
 /* y becomes the gradient. */
-ML_ALWAYS_INLINE void ML_NAME(bwd_chunk)(ML_V(t) y[ML_VECTORS], ML_V(t) max, ML_V(t) factor, ML_V(t) slope,
+ML_ALWAYS_INLINE void ML_NAME(bwd_chunk)(ML_V(t) y[ML_VECTORS], const ML_NAME(row) *row, ML_V(t) factor, ML_V(t) slope,
                                          const int entropy)
 {
     ML_V(t) u[ML_VECTORS];
     for (int v = 0; v < ML_VECTORS; v++)
-        u[v] = ML_V(sub)(max, y[v]);
-    if (ML_UNLIKELY(ML_V(any_outside)(u))) {
+        u[v] = ML_V(sub)(row->max, y[v]);
+    if (ML_UNLIKELY(ML_V(any_outside)(u, row->limit))) {
         for (int v = 0; v < ML_VECTORS; v++)
-            y[v] = ML_NAME(careful_exp)(&u[v]);
+            y[v] = ML_NAME(careful_exp)(&u[v], row);
     } else {
         for (int v = 0; v < ML_VECTORS; v++)
-            y[v] = ML_V(exp)(u[v]);
+            y[v] = ML_V(exp)(u[v], row->rate);
     }
     for (int v = 0; v < ML_VECTORS; v++)
         y[v] = ML_V(mul)(y[v], entropy ? ML_V(fnma)(slope, u[v], factor) : factor);
 }
 
-ML_ALWAYS_INLINE void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml_row_gradient *row, ML_STORAGE *dx,
-                                        const int entropy)
+ML_ALWAYS_INLINE void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml_row_scale *scale,
+                                        const ml_row_gradient *gradient, ML_STORAGE *dx, const int entropy)
 {
-    const ML_V(t) max = ML_V(set1)((ML_REAL)row->max), factor = ML_V(set1)((ML_REAL)row->factor);
-    const ML_V(t) slope = ML_V(set1)((ML_REAL)row->slope);
+    const ML_V(t) factor = ML_V(set1)((ML_REAL)gradient->factor), slope = ML_V(set1)((ML_REAL)gradient->slope);
     const int64_t whole = n - n % 32;
     ML_V(t) y[ML_VECTORS];
+    ML_NAME(lanes) unused;
+    ML_NAME(row) row;
+    ML_NAME(start)(&unused, &row, scale, gradient->max);
     for (int64_t j = 0; j < whole; j += 32) {
         ML_LOAD(x + j, y);
-        ML_NAME(bwd_chunk)(y, max, factor, slope, entropy);
+        ML_NAME(bwd_chunk)(y, &row, factor, slope, entropy);
         ML_STORE(dx + j, y);
     }
     if (whole < n) {
         ML_STORAGE chunk[32];
         ML_NAME(load)(x, whole, n, y);
-        ML_NAME(bwd_chunk)(y, max, factor, slope, entropy);
+        ML_NAME(bwd_chunk)(y, &row, factor, slope, entropy);
         ML_STORE(chunk, y);
         memcpy(dx + whole, chunk, (size_t)(n - whole) * sizeof *chunk);
     }
 }
 
-void ML_NAME(bwd)(const void *x, int64_t n, const ml_row_gradient *row, void *dx)
+void ML_NAME(bwd)(const void *x, int64_t n, const ml_row_scale *scale, const ml_row_gradient *gradient, void *dx)
 {
-    if (row->slope == 0.0)
-        ML_NAME(bwd_body)(x, n, row, dx, 0);
+    if (gradient->slope == 0.0)
+        ML_NAME(bwd_body)(x, n, scale, gradient, dx, 0);
     else
-        ML_NAME(bwd_body)(x, n, row, dx, 1);
+        ML_NAME(bwd_body)(x, n, scale, gradient, dx, 1);
 }
 
 #undef ML_BLOCK

@@ -1,4 +1,6 @@
 // memlean's torch operators on the CPU, and the Python module memlean._C. No arithmetic here: checks, allocation, a call.
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -10,70 +12,129 @@
 
 namespace {
 
+using memlean::Options;
 using memlean::ScalarType;
 using memlean::Tensor;
-
-// Work below this many logits is not worth another thread.
-constexpr int64_t grain_elements = MEMLEAN_SEGMENT;
-
-int64_t grain(int64_t elements_per_item)
-{
-    return std::max<int64_t>(1, grain_elements / std::max<int64_t>(1, elements_per_item));
-}
+using torch::stable::new_empty;
 
 bool hugepages_wanted = true;
 
-std::tuple<Tensor, Tensor, Tensor> token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, int64_t)
+// Calls f(begin, end) on all of [0, items), each item worth `elements` logits. Threads take the next piece when they are
+// done with one: masked rows take no time, and stand together. The results do not depend on who computes what.
+template <class F> void in_parallel(int64_t items, int64_t elements, const F &f)
 {
-    memlean_token_logprob_params params = memlean::describe(logits, index);
-    const ScalarType real = memlean::real_of(logits);
-    std::vector<int64_t> shape(params.row_sizes, params.row_sizes + params.row_dims);
-    Tensor logp = torch::stable::new_empty(logits, index.sizes(), real);
-    Tensor entropy = return_entropy ? torch::stable::new_empty(logits, shape, real)
-                                    : torch::stable::new_empty(logits, {0}, real);
-    shape.push_back(MEMLEAN_STATISTICS);
-    Tensor statistics = torch::stable::new_empty(logits, shape, real);
-    params.logp = logp.data_ptr();
-    params.entropy = return_entropy ? entropy.data_ptr() : nullptr;
-    params.statistics = statistics.data_ptr();
+    const int64_t piece = std::max<int64_t>(1, MEMLEAN_SEGMENT / std::max<int64_t>(1, elements));
+    const int64_t pieces = (items + piece - 1) / piece;
+    std::atomic<int64_t> next{0};
+    const auto take = [&](int64_t, int64_t) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;)
+            f(i * piece, std::min(items, (i + 1) * piece));
+    };
+    if (pieces == 1)
+        take(0, 1);
+    else
+        torch::stable::parallel_for(0, std::min<int64_t>(pieces, torch::stable::get_num_threads()), 1, take);
+}
 
+void run_forward(const memlean_token_logprob_params &params)
+{
     const int64_t segments = memlean_token_logprob_segments(params.vocab);
-    const int64_t few_rows = 16 * static_cast<int64_t>(torch::stable::get_num_threads());
+    const int64_t few_rows = 8 * static_cast<int64_t>(torch::stable::get_num_threads());
     if (segments == 1 || params.rows >= few_rows) {
-        torch::stable::parallel_for(0, params.rows, grain(params.vocab), [&](int64_t begin, int64_t end) {
+        in_parallel(params.rows, params.vocab, [&](int64_t begin, int64_t end) {
             memlean_token_logprob_forward(&params, begin, end);
         });
     } else {
         std::vector<memlean_row_state> states(static_cast<size_t>(params.rows * segments));
-        torch::stable::parallel_for(0, params.rows * segments, 1, [&](int64_t begin, int64_t end) {
+        in_parallel(params.rows * segments, MEMLEAN_SEGMENT, [&](int64_t begin, int64_t end) {
             memlean_token_logprob_reduce(&params, begin, end, states.data());
         });
         memlean_token_logprob_finish(&params, 0, params.rows, states.data());
     }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits, const Tensor &index, bool return_entropy,
+                                                           bool extras, const Options &options)
+{
+    memlean_token_logprob_params params = memlean::describe(logits, index, options);
+    memlean::check(params, index);
+    const ScalarType real = memlean::real_of(logits);
+    std::vector<int64_t> rows(params.row_sizes, params.row_sizes + params.row_dims), none{0}, kept = rows;
+    kept.push_back(MEMLEAN_STATISTICS);
+    Tensor logp = new_empty(logits, index.sizes(), real), statistics = new_empty(logits, kept, real);
+    Tensor entropy = new_empty(logits, return_entropy ? rows : none, real);
+    params.logp = logp.data_ptr();
+    params.statistics = statistics.data_ptr();
+    params.entropy = return_entropy ? entropy.data_ptr() : nullptr;
+    Tensor sum_p2 = statistics, argmax = index;
+    if (extras) {
+        sum_p2 = new_empty(logits, rows, real);
+        argmax = new_empty(logits, rows, ScalarType::Long);
+        params.sum_p2 = sum_p2.data_ptr();
+        params.argmax = static_cast<int64_t *>(argmax.data_ptr());
+    }
+    run_forward(params);
+    return {logp, entropy, statistics, sum_p2, argmax};
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_logprob_forward(Tensor logits, Tensor index, bool return_entropy,
+                                                         std::optional<Tensor> temperature,
+                                                         std::optional<Tensor> row_mask,
+                                                         std::optional<int64_t> ignore_index, int64_t first_token,
+                                                         int64_t index_limit, int64_t)
+{
+    const auto [logp, entropy, statistics, sum_p2, argmax] =
+        forward(logits, index, return_entropy, false, {temperature, row_mask, ignore_index, first_token, index_limit});
     return {logp, entropy, statistics};
 }
 
-Tensor token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,
-                              std::optional<Tensor> grad_entropy, int64_t)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_stats_forward(Tensor logits, Tensor index,
+                                                                       std::optional<Tensor> temperature,
+                                                                       std::optional<Tensor> row_mask,
+                                                                       std::optional<int64_t> ignore_index, int64_t)
 {
-    memlean_token_logprob_params params = memlean::describe(logits, index);
-    params.statistics = const_cast<void *>(
-        memlean::rowwise(statistics, logits, params.rows * MEMLEAN_STATISTICS, "statistics"));
-    if (grad_logp)
-        params.grad_logp = memlean::rowwise(*grad_logp, logits, params.rows * params.candidates, "grad_logp");
-    if (grad_entropy)
-        params.grad_entropy = memlean::rowwise(*grad_entropy, logits, params.rows, "grad_entropy");
-    Tensor grad_logits = torch::stable::new_empty(logits, logits.sizes());
-    params.grad_logits = grad_logits.data_ptr();
-    if (hugepages_wanted)
-        memlean_advise_hugepages(params.grad_logits, static_cast<size_t>(grad_logits.numel()) * logits.element_size());
+    return forward(logits, index, true, true, {temperature, row_mask, ignore_index, 0, 0});
+}
 
-    const int64_t segments = memlean_token_logprob_segments(params.vocab);
-    torch::stable::parallel_for(0, params.rows * segments, grain(std::min<int64_t>(params.vocab, MEMLEAN_SEGMENT)),
-                                [&](int64_t begin, int64_t end) {
-                                    memlean_token_logprob_backward(&params, begin, end);
-                                });
+void backward(const Tensor &logits, const Tensor &index, const Tensor &statistics, const std::optional<Tensor> &grad_logp,
+              const std::optional<Tensor> &grad_entropy, const Options &options, const Tensor &grad_logits)
+{
+    memlean_token_logprob_params params = memlean::describe(logits, index, options);
+    const ScalarType real = memlean::real_of(logits);
+    params.grad_logits = grad_logits.data_ptr();
+    memlean::check(params, index);
+    params.statistics = const_cast<void *>(
+        memlean::rowwise(statistics, real, params.rows * MEMLEAN_STATISTICS, "statistics"));
+    if (grad_logp)
+        params.grad_logp = memlean::rowwise(*grad_logp, real, params.rows * params.candidates, "grad_logp");
+    if (grad_entropy)
+        params.grad_entropy = memlean::rowwise(*grad_entropy, real, params.rows, "grad_entropy");
+    if (hugepages_wanted && params.grad_logits != params.logits)
+        memlean_advise_hugepages(params.grad_logits, static_cast<size_t>(grad_logits.numel()) * logits.element_size());
+    in_parallel(params.rows * memlean_token_logprob_segments(params.vocab),
+                std::min<int64_t>(params.vocab, MEMLEAN_SEGMENT), [&](int64_t begin, int64_t end) {
+                    memlean_token_logprob_backward(&params, begin, end);
+                });
+}
+
+Tensor token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,
+                              std::optional<Tensor> grad_entropy, std::optional<Tensor> temperature,
+                              std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
+                              int64_t index_limit, int64_t)
+{
+    const Tensor grad_logits = new_empty(logits, logits.sizes());
+    backward(logits, index, statistics, grad_logp, grad_entropy,
+             {temperature, row_mask, ignore_index, first_token, index_limit}, grad_logits);
     return grad_logits;
+}
+
+void token_logprob_backward_(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,
+                             std::optional<Tensor> grad_entropy, std::optional<Tensor> temperature,
+                             std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
+                             int64_t index_limit)
+{
+    backward(logits, index, statistics, grad_logp, grad_entropy,
+             {temperature, row_mask, ignore_index, first_token, index_limit}, logits);
 }
 
 std::vector<std::string> names(const char *(*at)(int))
@@ -101,6 +162,8 @@ STABLE_TORCH_LIBRARY_IMPL(memlean, CPU, library)
 {
     library.impl("token_logprob_forward", TORCH_BOX(&token_logprob_forward));
     library.impl("token_logprob_backward", TORCH_BOX(&token_logprob_backward));
+    library.impl("token_logprob_backward_", TORCH_BOX(&token_logprob_backward_));
+    library.impl("token_stats_forward", TORCH_BOX(&token_stats_forward));
 }
 
 PYBIND11_MODULE(_C, module)

@@ -1,6 +1,7 @@
 // From torch's tensors to memlean's params, with every check that has to happen before anything is written.
 #pragma once
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -54,12 +55,47 @@ inline std::string where(const Tensor &tensor, int64_t position)
     return text.empty() ? "index" : "index[" + text + "]";
 }
 
-// `index` is contiguous int64 of shape [...] or [..., candidates]; both must outlive the result, which points into them.
-inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor &index)
+// A row-wise input: contiguous, of the given dtype, with `count` numbers.
+inline const void *rowwise(const Tensor &tensor, ScalarType dtype, int64_t count, const char *name)
+{
+    require(tensor.is_cpu() && tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == count,
+            std::string(name) + " must be contiguous, on the CPU, of the documented dtype, with " + std::to_string(count) +
+                " elements, got " + std::to_string(tensor.numel()));
+    return tensor.data_ptr();
+}
+
+// What both passes take beside logits and index.
+struct Options {
+    std::optional<Tensor> temperature, row_mask;
+    std::optional<int64_t> ignore_index;
+    int64_t first_token, index_limit; // index_limit 0: the vocabulary of logits
+};
+
+inline void check(const memlean_token_logprob_params &params, const Tensor &index)
+{
+    int64_t position = 0;
+    const memlean_status status = memlean_token_logprob_check(&params, &position);
+    if (status == MEMLEAN_EINDEX) {
+        const int64_t value = params.index[position];
+        std::string message = "memlean: " + where(index, position) + " is " + std::to_string(value) +
+                              ", expected 0 <= index < " + std::to_string(params.index_limit) + " (the vocabulary)";
+        if (value == -100)
+            message += "; -100 marks ignored labels: pass ignore_index=-100 to mask them";
+        throw std::out_of_range(message);
+    }
+    require(status != MEMLEAN_ETEMPERATURE,
+            "temperature must be finite and positive, which element " + std::to_string(position) + " is not");
+    require(status == MEMLEAN_OK, memlean_status_string(status));
+}
+
+// `index` is contiguous int64 of shape [...] or [..., candidates]. The arguments must outlive the result, which points into
+// them.
+inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor &index, const Options &options)
 {
     const int64_t dims = logits.dim();
     require(dims >= 1, "logits must have at least one dimension, got a scalar");
-    require(index.scalar_type() == ScalarType::Long && index.is_contiguous(), "index must be contiguous int64");
+    require(index.is_cpu() && index.scalar_type() == ScalarType::Long && index.is_contiguous(),
+            "index must be contiguous int64 on the CPU");
     require(index.dim() == dims || index.dim() == dims - 1, "index must have logits' dimensions, or one less");
     memlean_token_logprob_params params{};
     params.rows = 1;
@@ -76,26 +112,19 @@ inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor 
     params.row_strides = logits.strides().data();
     params.candidates = index.dim() == dims ? index.size(dims - 1) : 1;
     params.index = static_cast<const int64_t *>(index.data_ptr());
-
-    int64_t position = 0, value = 0;
-    const memlean_status status = memlean_token_logprob_check(&params, &position, &value);
-    if (status == MEMLEAN_EINDEX) {
-        std::string message = "memlean: " + where(index, position) + " is " + std::to_string(value) +
-                              ", expected 0 <= index < " + std::to_string(params.vocab) + " (the vocabulary)";
-        if (value == -100)
-            message += "; -100 marks ignored labels: replace it by a valid token and mask the result";
-        throw std::out_of_range(message);
+    params.first_token = options.first_token;
+    params.index_limit = options.index_limit ? options.index_limit : params.vocab;
+    params.has_ignore_index = options.ignore_index.has_value();
+    params.ignore_index = options.ignore_index.value_or(0);
+    if (options.row_mask)
+        params.row_mask = static_cast<const uint8_t *>(
+            rowwise(*options.row_mask, ScalarType::Bool, params.rows, "row_mask"));
+    if (options.temperature) {
+        params.temperature_step = options.temperature->numel() == 1 ? 0 : 1;
+        params.temperature = rowwise(*options.temperature, real_of(logits),
+                                     params.temperature_step ? params.rows : 1, "temperature");
     }
-    require(status == MEMLEAN_OK, memlean_status_string(status));
     return params;
-}
-
-// A row-wise input of the backward pass: null where absent, else contiguous, of the results' dtype, with `count` numbers.
-inline const void *rowwise(const Tensor &tensor, const Tensor &logits, int64_t count, const char *name)
-{
-    require(tensor.scalar_type() == real_of(logits) && tensor.is_contiguous() && tensor.numel() == count,
-            std::string(name) + " must be contiguous, of the results' dtype and shape");
-    return tensor.data_ptr();
 }
 
 } // namespace memlean

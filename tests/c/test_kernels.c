@@ -132,6 +132,7 @@ static void make(problem *q, memlean_dtype dtype, family kind, int64_t vocab, in
         .row_sizes = q->sizes,
         .row_strides = q->strides,
         .index = q->index,
+        .index_limit = vocab,
         .logp = q->logp,
         .entropy = q->entropy,
         .statistics = q->statistics,
@@ -153,9 +154,9 @@ static void destroy(problem *q)
 
 static void run(problem *q, int split)
 {
-    int64_t position, value;
+    int64_t position;
     const int64_t segments = memlean_token_logprob_segments(q->params.vocab), units = rows * segments;
-    CHECK(memlean_token_logprob_check(&q->params, &position, &value) == MEMLEAN_OK, "vocab %d", (int)q->params.vocab);
+    CHECK(memlean_token_logprob_check(&q->params, &position) == MEMLEAN_OK, "vocab %d", (int)q->params.vocab);
     if (split) {
         memlean_row_state *states = allocate((size_t)units * sizeof *states);
         for (int64_t unit = units - 1; unit >= 0; unit--)

@@ -1,6 +1,5 @@
 /* Float on arrays, for machines without a kernel of their own. */
 #define ML_REAL float
-#define ML_LIMIT ML_EXPF_LIMIT
 #define ML_V(op) array32_##op
 #include "vector_array_tpl.h"
 
@@ -67,5 +66,4 @@ static inline void array32_store_f16(uint16_t *p, const array32_t y[1])
 }
 #undef ML_EACH
 #undef ML_V
-#undef ML_LIMIT
 #undef ML_REAL

@@ -1,6 +1,5 @@
 /* Double on arrays, for every instruction set: this dtype is there for gradcheck and small models, not for speed. */
 #define ML_REAL double
-#define ML_LIMIT ML_EXP_LIMIT
 #define ML_V(op) array64_##op
 #include "vector_array_tpl.h"
 
@@ -16,16 +15,17 @@ static inline array64_t array64_fnma(array64_t a, array64_t b, array64_t c)
     return c;
 }
 
-static inline array64_t array64_exp(array64_t u)
+/* rate is 1 / T */
+static inline array64_t array64_exp(array64_t u, array64_t rate)
 {
-    ML_EACH u.lane[i] = ml_exp(-u.lane[i]);
+    ML_EACH u.lane[i] = ml_exp(-u.lane[i] * rate.lane[i]);
     return u;
 }
 
-static inline array64_t array64_exp_split(array64_t u, array64_t *scale)
+static inline array64_t array64_exp_split(array64_t u, array64_t rate, array64_t *scale)
 {
     *scale = array64_set1(1.0);
-    return array64_exp(u);
+    return array64_exp(u, rate);
 }
 
 static inline void array64_load(const double *p, array64_t y[1])
@@ -39,5 +39,4 @@ static inline void array64_store(double *p, const array64_t y[1])
 }
 #undef ML_EACH
 #undef ML_V
-#undef ML_LIMIT
 #undef ML_REAL

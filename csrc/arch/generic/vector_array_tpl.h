@@ -1,6 +1,6 @@
 /*
  * Vector operations on an array of 32 numbers, for any machine; the compiler vectorises what it can.
- * Included with ML_REAL (float or double), ML_LIMIT (the largest u of exp(-u)) and ML_V(op); ML_V(t) is the array.
+ * Included with ML_REAL (float or double) and ML_V(op); ML_V(t) is the array.
  */
 typedef struct {
     ML_REAL lane[32];
@@ -47,18 +47,18 @@ static inline ML_V(t) ML_V(min)(ML_V(t) a, ML_V(t) b)
 }
 
 /* Not in [0, limit], or NaN. */
-static inline int ML_V(any_outside)(const ML_V(t) u[1])
+static inline int ML_V(any_outside)(const ML_V(t) u[1], ML_V(t) limit)
 {
     int any = 0;
-    ML_EACH any |= !(u->lane[i] >= 0 && u->lane[i] <= ML_LIMIT);
+    ML_EACH any |= !(u->lane[i] >= 0 && u->lane[i] <= limit.lane[i]);
     return any;
 }
 
 /* Not in (0, limit], or NaN. */
-static inline int ML_V(any_zero_or_outside)(const ML_V(t) u[1])
+static inline int ML_V(any_zero_or_outside)(const ML_V(t) u[1], ML_V(t) limit)
 {
     int any = 0;
-    ML_EACH any |= !(u->lane[i] > 0 && u->lane[i] <= ML_LIMIT);
+    ML_EACH any |= !(u->lane[i] > 0 && u->lane[i] <= limit.lane[i]);
     return any;
 }
 
@@ -69,14 +69,9 @@ static inline int ML_V(any_negative)(const ML_V(t) u[1])
     return any;
 }
 
-static inline ML_V(t) ML_V(limit)(void)
+static inline ML_V(t) ML_V(zero_above)(ML_V(t) e, ML_V(t) u, ML_V(t) limit)
 {
-    return ML_V(set1)(ML_LIMIT);
-}
-
-static inline ML_V(t) ML_V(zero_above_limit)(ML_V(t) e, ML_V(t) u)
-{
-    ML_EACH e.lane[i] = u.lane[i] > ML_LIMIT ? 0 : e.lane[i];
+    ML_EACH e.lane[i] = u.lane[i] > limit.lane[i] ? 0 : e.lane[i];
     return e;
 }
 

@@ -50,11 +50,6 @@ static inline avx2_t avx2_min(avx2_t a, avx2_t b)
     return _mm256_min_ps(a, b);
 }
 
-static inline avx2_t avx2_limit(void)
-{
-    return _mm256_set1_ps(ML_EXPF_LIMIT);
-}
-
 /* 2^(n/8), n in the low bits; the permutation looks at the lowest three. */
 static inline avx2_t avx2_exp2_eighths(avx2_t shifted)
 {
@@ -65,23 +60,23 @@ static inline avx2_t avx2_exp2_eighths(avx2_t shifted)
 #include "../../kernels/exp_tpl.h"
 
 /* As unsigned integers, negative numbers and NaN are above every number in [0, limit]; less 1, zero is too. */
-static inline int avx2_any_above(const avx2_t u[4], __m256i less)
+static inline int avx2_any_above(const avx2_t u[4], avx2_t limit, __m256i less)
 {
     __m256i highest = _mm256_sub_epi32(_mm256_castps_si256(u[0]), less);
     for (int v = 1; v < 4; v++)
         highest = _mm256_max_epu32(highest, _mm256_sub_epi32(_mm256_castps_si256(u[v]), less));
-    const __m256i limit = _mm256_sub_epi32(_mm256_castps_si256(avx2_limit()), less);
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32(highest, limit), limit)) != -1;
+    const __m256i bound = _mm256_sub_epi32(_mm256_castps_si256(limit), less);
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32(highest, bound), bound)) != -1;
 }
 
-static inline int avx2_any_outside(const avx2_t u[4])
+static inline int avx2_any_outside(const avx2_t u[4], avx2_t limit)
 {
-    return avx2_any_above(u, _mm256_setzero_si256());
+    return avx2_any_above(u, limit, _mm256_setzero_si256());
 }
 
-static inline int avx2_any_zero_or_outside(const avx2_t u[4])
+static inline int avx2_any_zero_or_outside(const avx2_t u[4], avx2_t limit)
 {
-    return avx2_any_above(u, _mm256_set1_epi32(1));
+    return avx2_any_above(u, limit, _mm256_set1_epi32(1));
 }
 
 static inline int avx2_any_negative(const avx2_t u[4])
@@ -92,9 +87,9 @@ static inline int avx2_any_negative(const avx2_t u[4])
     return _mm256_movemask_ps(_mm256_or_ps(a, b));
 }
 
-static inline avx2_t avx2_zero_above_limit(avx2_t e, avx2_t u)
+static inline avx2_t avx2_zero_above(avx2_t e, avx2_t u, avx2_t limit)
 {
-    return _mm256_andnot_ps(_mm256_cmp_ps(u, avx2_limit(), _CMP_GT_OQ), e);
+    return _mm256_andnot_ps(_mm256_cmp_ps(u, limit, _CMP_GT_OQ), e);
 }
 
 static inline avx2_t avx2_drop_zero(avx2_t e, avx2_t u, int64_t *count)

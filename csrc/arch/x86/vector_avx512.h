@@ -50,11 +50,6 @@ static inline avx512_t avx512_min(avx512_t a, avx512_t b)
     return _mm512_min_ps(a, b);
 }
 
-static inline avx512_t avx512_limit(void)
-{
-    return _mm512_set1_ps(ML_EXPF_LIMIT);
-}
-
 /* 2^(n/8), n in the low bits; the permutation looks at the lowest four, hence the table twice. */
 static inline avx512_t avx512_exp2_eighths(avx512_t shifted)
 {
@@ -65,21 +60,21 @@ static inline avx512_t avx512_exp2_eighths(avx512_t shifted)
 #include "../../kernels/exp_tpl.h"
 
 /* As unsigned integers, negative numbers and NaN are above every number in [0, limit]; less 1, zero is too. */
-static inline int avx512_any_above(const avx512_t u[2], __m512i less)
+static inline int avx512_any_above(const avx512_t u[2], avx512_t limit, __m512i less)
 {
     const __m512i highest = _mm512_max_epu32(_mm512_sub_epi32(_mm512_castps_si512(u[0]), less),
                                              _mm512_sub_epi32(_mm512_castps_si512(u[1]), less));
-    return _mm512_cmpgt_epu32_mask(highest, _mm512_sub_epi32(_mm512_castps_si512(avx512_limit()), less)) != 0;
+    return _mm512_cmpgt_epu32_mask(highest, _mm512_sub_epi32(_mm512_castps_si512(limit), less)) != 0;
 }
 
-static inline int avx512_any_outside(const avx512_t u[2])
+static inline int avx512_any_outside(const avx512_t u[2], avx512_t limit)
 {
-    return avx512_any_above(u, _mm512_setzero_si512());
+    return avx512_any_above(u, limit, _mm512_setzero_si512());
 }
 
-static inline int avx512_any_zero_or_outside(const avx512_t u[2])
+static inline int avx512_any_zero_or_outside(const avx512_t u[2], avx512_t limit)
 {
-    return avx512_any_above(u, _mm512_set1_epi32(1));
+    return avx512_any_above(u, limit, _mm512_set1_epi32(1));
 }
 
 static inline int avx512_any_negative(const avx512_t u[2])
@@ -88,9 +83,9 @@ static inline int avx512_any_negative(const avx512_t u[2])
     return (_mm512_cmp_ps_mask(u[0], zero, _CMP_LT_OQ) | _mm512_cmp_ps_mask(u[1], zero, _CMP_LT_OQ)) != 0;
 }
 
-static inline avx512_t avx512_zero_above_limit(avx512_t e, avx512_t u)
+static inline avx512_t avx512_zero_above(avx512_t e, avx512_t u, avx512_t limit)
 {
-    return _mm512_maskz_mov_ps((__mmask16)~_mm512_cmp_ps_mask(u, avx512_limit(), _CMP_GT_OQ), e);
+    return _mm512_maskz_mov_ps((__mmask16)~_mm512_cmp_ps_mask(u, limit, _CMP_GT_OQ), e);
 }
 
 static inline avx512_t avx512_drop_zero(avx512_t e, avx512_t u, int64_t *count)
