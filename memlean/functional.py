@@ -117,7 +117,7 @@ class _TokenLogprob(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         logits, index, return_entropy, chunk_bytes = inputs
         _, entropy, statistics = output
-        ctx.chunk_bytes = chunk_bytes
+        ctx.return_entropy, ctx.chunk_bytes = return_entropy, chunk_bytes
         ctx.set_materialize_grads(False)
         if return_entropy:
             ctx.mark_non_differentiable(statistics)
@@ -127,6 +127,8 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None, _):
+        if not ctx.return_entropy:
+            grad_entropy = None  # compiled code passes an empty tensor for the output without elements
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         logits, index, statistics = ctx.saved_tensors
