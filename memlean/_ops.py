@@ -8,6 +8,7 @@ and W the sum of (x - m) exp(x - m). ``entropy`` has no elements unless asked fo
 the generic path alone. The operators carry no autograd formula: the Function in ``functional.py`` does.
 """
 
+import importlib
 import warnings
 
 import torch
@@ -65,7 +66,8 @@ def _load_native():
     if _env.native_disabled():
         return None, "MEMLEAN_DISABLE_NATIVE=1"
     try:
-        from memlean import _C
+        # Not `from memlean import _C`, which takes a missing file for a circular import.
+        _C = importlib.import_module("memlean._C")
     except ImportError as error:
         reason = str(error)
         warnings.warn(
