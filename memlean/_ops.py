@@ -12,6 +12,7 @@ a shard of the vocabulary in the whole (0 and 0: it is the whole). ``chunk_bytes
 alone. The operators carry no autograd formula: the Functions in ``functional.py`` and ``distributed.py`` do.
 """
 
+import importlib
 import warnings
 
 import torch
@@ -88,7 +89,8 @@ def _load_native():
     if _env.native_disabled():
         return None, "MEMLEAN_DISABLE_NATIVE=1"
     try:
-        from memlean import _C
+        # Not `from memlean import _C`, which takes a missing file for a circular import.
+        _C = importlib.import_module("memlean._C")
     except ImportError as error:
         reason = str(error)
         warnings.warn(

@@ -220,6 +220,8 @@ class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, _):
         rest = (None,) * 7
+        if not ctx.return_entropy:
+            grad_entropy = None  # compiled code passes an empty tensor for the output without elements
         if grad_logp is None and grad_entropy is None:
             return None, *rest
         if ctx.inplace_backward and ctx.logits_overwritten:
@@ -283,9 +285,9 @@ def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inp
 
 
 def _save(ctx, inputs, outputs) -> None:
-    logits, index, return_entropy, temperature, row_mask, ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = inputs
+    logits, index, ctx.return_entropy, temperature, row_mask, ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = inputs
     _, entropy, statistics = outputs
     ctx.logits_overwritten = False
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*((statistics,) if return_entropy else (entropy, statistics)))
+    ctx.mark_non_differentiable(*((statistics,) if ctx.return_entropy else (entropy, statistics)))
     ctx.save_for_backward(logits, index, statistics, temperature, row_mask)

@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+SITE_PACKAGES = Path(torch.__file__).parent.parent
 
 
 def run(
@@ -16,7 +19,7 @@ def run(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEMLEAN_")}
     return subprocess.run(
         [sys.executable, *arguments],
-        env=inherited | {"PYTHONPATH": os.pathsep.join([str(pythonpath), str(HERE)])} | environment,
+        env=inherited | {"PYTHONPATH": os.pathsep.join(map(str, (pythonpath, HERE, SITE_PACKAGES)))} | environment,
         cwd=HERE,
         capture_output=True,
         text=True,
