@@ -88,7 +88,7 @@ def table(study: dict) -> str:
 def _legend(study: dict) -> str:
     legend = f"""\
         Measured at {study["rows"]} rows.
-        Retained: kept by autograd for backward (saved_tensors_hooks, by storage), extrapolated linearly to {ROWS:,} rows;
+        Retained: by autograd until backward (saved_tensors_hooks, by storage), extrapolated linearly to {ROWS:,} rows;
         without the caller's logits and index. Keeps logits: whether they have to live until backward, too.
         Peak: resident high-water mark (VmHWM in /proc/self/status) above the logits; backward: with what forward left.
         Error: largest absolute difference from float64; value: of log-probability and entropy.
