@@ -28,9 +28,13 @@ def run(options: argparse.Namespace) -> int:
     from memlean import doctor
     from memlean.demo import logits, measure, report
 
+    for path in (options.json, options.chart):  # now, not after minutes of measuring
+        if path is not None and not path.absolute().parent.is_dir():
+            print(f"no folder {path.parent} to write {path.name} to")
+            return 2
     started = time.monotonic()
     print(report.introduction(), flush=True)
-    inputs = logits.random(seq=8) if options.quick else logits.real_if_possible(seq=32)
+    inputs = logits.random(seq=4) if options.quick else logits.real_if_possible(seq=32)
     methods = {"row loop": measure.row_loop, "compiled": measure.compiled, "memlean": measure.memlean}
     notes = list(inputs.notes)
     if options.quick:

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +104,9 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
         except Exception as error:  # no compiler, or one that fails: the other methods are still worth showing
             if method is not compiled:
                 raise
-            notes.append(f"{label}: no compiled peer, {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            note = f"No compiled peer: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            if note not in notes:
+                notes.append(note)
         else:
             runnable[name] = method
             results[name] = {
@@ -233,13 +235,14 @@ def _errors(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor
     gradient = _backward(outputs, logits, upstream)
     expected_outputs, expected_gradient = expected
     return {
-        "value_error": max(_distance(*pair) for pair in zip(outputs, expected_outputs, strict=True)),
-        "gradient_error": max(_distance(*pair) for pair in zip(gradient, expected_gradient, strict=True)),
+        "value_error": _largest_distance(outputs, expected_outputs),
+        "gradient_error": _largest_distance(gradient, expected_gradient),
     }
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a.detach() - b).abs().max().item()
+def _largest_distance(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    distances = [(a.detach() - b).abs().max() for a, b in zip(some, others, strict=True)]
+    return torch.stack(distances).max().item()  # a NaN anywhere stays visible
 
 
 def _nan_rows_when_masked(method: Method, logits: Tensor, case: Case) -> int:
