@@ -5,7 +5,6 @@ build backends), so the C objects are built here and handed to the linker.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pybind11

@@ -34,8 +34,8 @@ def selective_log_softmax(
         p = x.softmax(-1)
         entropy = -torch.special.xlogy(p, p).sum(-1)
 
-    (with ``double()`` for float64 logits) but with one read of the logits in forward, one read and one write in backward,
-    and only ``logits`` itself, ``index`` and three numbers a row saved between the two.
+    (with ``double()`` for float64 logits) but with one read of the logits in forward, one read and one write in
+    backward, and only ``logits`` itself, ``index`` and three numbers a row saved between the two.
 
     Args:
         logits: ``[..., vocab]``, float16, bfloat16, float32 or float64, any strides. Never written to, unless
@@ -43,27 +43,27 @@ def selective_log_softmax(
         index: the chosen tokens, ``[...]``, or ``[..., K]`` for K candidates per row (duplicates add their gradients);
             int64, int32, int16, int8 or uint8, in ``[0, vocab)``.
         return_entropy: also return the entropy of each row, in nats, ``0 <= entropy <= log(vocab)``.
-        temperature: divides the logits: a number, or a tensor that broadcasts to one number per row; finite and positive. It
-            costs no copy of the logits, and no gradient flows to it.
+        temperature: divides the logits: a number, or a tensor that broadcasts to one number per row; finite and
+            positive. It costs no copy of the logits, and no gradient flows to it.
         row_mask: ``[...]``; rows where it is 0 (False) are not read: logps and entropy 0, gradient exactly 0.
         ignore_index: a token (usually -100) whose logps and gradients are 0; a row with no other token is not read.
-        out_dtype: None for results in float32 (float64 for float64 logits), ``"input"`` to round them to the logits' dtype.
-        inplace_backward: write the gradient over the logits in backward, which then needs no memory of their size. The logits
-            are lost: they may not be a leaf or a view, and whoever else saved them gets autograd's error in backward.
-            At most 64 candidates per row, eager mode only.
+        out_dtype: None for results in float32 (float64 for float64 logits), ``"input"`` to round to the logits' dtype.
+        inplace_backward: write the gradient over the logits in backward, which then needs no memory of their size. The
+            logits are lost: they may not be a leaf or a view, and whoever else saved them gets autograd's error in
+            backward. At most 64 candidates per row, eager mode only.
         chunk_bytes: byte limit for each temporary on devices without a kernel, at least one row; default
             ``MEMLEAN_CHUNK_BYTES``, or 64 MiB, or 32 MiB with entropy. Ignored where a kernel runs.
 
     Returns:
-        ``logps`` of index's shape, or ``(logps, entropy)`` with entropy of shape ``logits.shape[:-1]``; both differentiable.
-        A row that holds a NaN or +inf, or nothing but -inf, gives NaN; a chosen -inf gives -inf.
+        ``logps`` of index's shape, or ``(logps, entropy)`` with entropy of shape ``logits.shape[:-1]``; both
+        differentiable. A row that holds a NaN or +inf, or nothing but -inf, gives NaN; a chosen -inf gives -inf.
 
     Raises:
         TypeError: logits, index or an option of another type, dtype or layout, a DTensor among them.
         ValueError: shapes that do not fit, different devices, an empty vocabulary, a temperature that is not finite and
             positive, logits that ``inplace_backward`` may not overwrite.
-        IndexError: an index outside the vocabulary, on the CPU. Elsewhere, where raising would have to wait for the device,
-            that token's logp is NaN, and so are the rows of a bad temperature.
+        IndexError: an index outside the vocabulary, on the CPU. Elsewhere, where raising would have to wait for the
+            device, that token's logp is NaN, and so are the rows of a bad temperature.
         RuntimeError: a second backward with ``inplace_backward``.
 
     Formulas: with m = max x, S = sum exp(x - m), W = sum (x - m) exp(x - m): logp_y = (x_y - m) - log S and
@@ -81,8 +81,8 @@ def selective_log_softmax(
         _ignore_index(ignore_index),
     )
     return_entropy = bool(return_entropy)
-    # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD, and
-    # where nothing does, nothing is saved.
+    # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD,
+    # and where nothing does, nothing is saved.
     function = _TransformedTokenLogprob if _transforms_active() else _TokenLogprob
     logps, entropy, _ = function.apply(
         logits, index, return_entropy, *options, bool(inplace_backward), _chunk_bytes(chunk_bytes)
@@ -209,9 +209,7 @@ def _transforms_active() -> bool:
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes
-    ):
+    def forward(ctx, logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
         inputs = (logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes)
         outputs = _run(*inputs)
         _save(ctx, inputs, outputs)
@@ -262,7 +260,7 @@ class _TransformedTokenLogprob(_TokenLogprob):
     @staticmethod
     def vmap(info, in_dims, logits, index, return_entropy, temperature, row_mask, *rest):
         def batch_first(x, dim):
-            """One with a batch dimension gets it first; the others are repeated, a single temperature needs no repeating."""
+            """The batch dimension first; what has none is repeated, except a single temperature for all."""
             if x is None or (dim is None and x is temperature and x.numel() == 1):
                 return x
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -285,7 +283,8 @@ def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inp
 
 
 def _save(ctx, inputs, outputs) -> None:
-    logits, index, ctx.return_entropy, temperature, row_mask, ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = inputs
+    logits, index, ctx.return_entropy, temperature, row_mask, *options = inputs
+    ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = options
     _, entropy, statistics = outputs
     ctx.logits_overwritten = False
     ctx.set_materialize_grads(False)

@@ -1,8 +1,8 @@
 """Token log-probability on plain PyTorch operators: any device, rows chunked by a byte budget, no graph inside.
 
-Same definitions as the C kernels (``csrc/kernels``): with m the maximum of a row, S the sum of exp(x - m) and W the sum of
-(x - m) exp(x - m), ``logp_k = (x[y_k] - m) - log S`` and ``entropy = log S - W / S`` (x - m divided by the temperature
-throughout). S is kept as S - 1, the sum without the
+Same definitions as the C kernels (``csrc/kernels``): with m the maximum of a row, S the sum of exp(x - m) and W the sum
+of (x - m) exp(x - m), ``logp_k = (x[y_k] - m) - log S`` and ``entropy = log S - W / S`` (x - m divided by the
+temperature throughout). S is kept as S - 1, the sum without the
 maximum's own term, which keeps all digits of log S for a peaked row.
 """
 
@@ -242,8 +242,8 @@ def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk
             e = x.exp()
             x.mul_(-inverse_sum * h).add_(factor).mul_(e)
         # The chosen columns anew: near p = 1, 1 - p loses all digits where -expm1(logp) keeps them. Candidates at one
-        # column write the same sum, so no accumulating scatter is needed; a token outside the shard, or ignored, writes what
-        # is there already for its column's owner.
+        # column write the same sum, so no accumulating scatter is needed; a token outside the shard, or ignored, writes
+        # what its column gets without it.
         here = row.known if row.ignored is None else row.known & ~row.ignored
         own = torch.zeros_like(t)
         for k in range(row.index.shape[1]):
@@ -317,8 +317,8 @@ def differentiable_gradient(
             row_mask = read if row_mask is None else row_mask & read
     if row_mask is not None:
         g, h = (None if grad is None else grad.masked_fill(~row_mask.unsqueeze(-1), 0.0) for grad in (g, h))
-    # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0 already,
-    # and keeps the derivative with respect to the upstream gradient.
+    # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0
+    # already, and keeps the derivative with respect to the upstream gradient.
     unused = (torch.cat([upstream for upstream in (g, h) if upstream is not None], -1) == 0).all(-1, keepdim=True)
     x = logits.to(real_dtype(logits.dtype))
     inverse = 1.0 if temperature is None else 1 / temperature.unsqueeze(-1)
