@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         for dtype in (torch.bfloat16, torch.float32)
         for entropy in (False, True)
     ]
-    repeats = 3 if options.quick else 9
+    repeats = 3 if options.quick else 5
     results = []
     total = len(cases) * measure.steps(methods, repeats)
     with (
