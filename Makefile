@@ -42,5 +42,10 @@ test-c:
 test-python: $(VENV)/memlean $(VENV)/test-tools
 	$(BIN)/python -m pytest
 
+check: $(VENV)/memlean
+	$(BIN)/pip install -q ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
 clean:
 	rm -rf build dist $(VENV) *.egg-info memlean/*.so
