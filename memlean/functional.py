@@ -60,8 +60,8 @@ def selective_log_softmax(
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes <= 0):
         raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
     return_entropy = bool(return_entropy)
-    # Always through the Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD, and
-    # where nothing does, nothing is saved.
+    # Always through the Function: under vmap and forward-mode AD it is not visible here whether anything needs a gradient.
+    # Where nothing does, nothing is saved.
     logps, entropy, _ = _TokenLogprob.apply(logits, index, return_entropy, chunk_bytes or 0)
     if out_dtype == "input":
         logps, entropy = logps.to(logits.dtype), entropy.to(logits.dtype)

@@ -156,8 +156,8 @@ def differentiable_gradient(
     chosen = index.unsqueeze(-1) if one_each else index
     g = grad_logp if grad_logp is None or not one_each else grad_logp.unsqueeze(-1)
     h = None if grad_entropy is None else grad_entropy.unsqueeze(-1)
-    # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0 already,
-    # and keeps the derivative with respect to the upstream gradient.
+    # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0
+    # already, and keeps the derivative with respect to the upstream gradient.
     unused = (torch.cat([upstream for upstream in (g, h) if upstream is not None], -1) == 0).all(-1, keepdim=True)
     x = logits.to(real_dtype(logits.dtype))
     log_p = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0).log_softmax(-1)
