@@ -8,8 +8,8 @@ from torch import Tensor
 FLT_MAX = torch.finfo(torch.float32).max
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-# Around one chunk of 32 columns, a block of 2048 and a segment of 32768; then a real vocabulary.
-VOCABS = [1, 2, 3, 31, 32, 33, 70, 2047, 2048, 2049, 32767, 32768, 32769, 151936]
+# Around one chunk of 32 columns, a block of 2048 and a segment of 32768; then three segments, the last one short.
+VOCABS = [1, 2, 3, 31, 32, 33, 70, 2047, 2048, 2049, 32768, 32769, 70_001]
 
 
 def _noise(vocab: int, scale: float = 3.0) -> Tensor:

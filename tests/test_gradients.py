@@ -19,8 +19,10 @@ def gradient_of(logits, index, grad_logps, grad_entropy, **options):
     return torch.autograd.grad([y for y, _ in used], leaf, [g for _, g in used], **options)[0]
 
 
-@pytest.mark.parametrize("use", ["logps", "entropy", "both"])
-@pytest.mark.parametrize("vocab", hostile.VOCABS)
+USES = [(vocab, "both") for vocab in hostile.VOCABS] + [(2049, "logps"), (2049, "entropy"), (32769, "logps")]
+
+
+@pytest.mark.parametrize(("vocab", "use"), USES)
 @pytest.mark.parametrize("dtype", hostile.DTYPES, ids=str)
 def test_hostile_rows_against_float64(dtype, vocab, use):
     logits = hostile.rows(vocab, dtype)

@@ -32,8 +32,8 @@ def test_hostile_rows_against_float64(dtype, vocab, ulps):
     expected_logps, expected_entropy = oracle.logps_and_entropy(logits, index)
     assert logps.dtype == entropy.dtype == real(dtype)
     assert_values(logps, expected_logps, ulps)
-    # The kernel's 8 / ln 2 is a float, 1.3e-8 off: that moves the entropy by 1.3e-8 times the variance of log p.
-    assert_values(entropy, expected_entropy, 2)
+    # Where all terms are equal, as in float16 at an offset of 1e4, so are the errors of their exp, and W adds them up.
+    assert_values(entropy, expected_entropy, ulps + 1)
     assert not (logps > 0).any()
     assert not (entropy < 0).any()
     log_vocab = torch.tensor(math.log(vocab), dtype=torch.float64)

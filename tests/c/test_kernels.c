@@ -270,6 +270,222 @@ static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
     destroy(&first);
 }
 
+/* ---- Options ------------------------------------------------------------------------------------------------------ */
+
+/* The same problem in double, the reference for options: every path of it is compared with long double above. */
+static void test_temperature(const char *isa)
+{
+    static const double temperatures[rows] = {0.5, 2, 1.75};
+    float as_float[rows];
+    problem q, scaled;
+    make(&q, MEMLEAN_F32, FLAT, 4129, 1);
+    make(&scaled, MEMLEAN_F64, FLAT, 4129, 1);
+    for (int64_t row = 0; row < rows; row++) {
+        as_float[row] = (float)temperatures[row];
+        for (int64_t j = 0; j < 4129; j++) {
+            const int64_t i = row * q.strides[0] + j;
+            put(MEMLEAN_F64, scaled.logits, i, get(MEMLEAN_F32, q.logits, i) / temperatures[row]);
+        }
+    }
+    q.params.temperature = as_float;
+    q.params.temperature_step = 1;
+    run(&q, 0);
+    run(&scaled, 0);
+    for (int64_t row = 0; row < rows; row++) {
+        const double t = temperatures[row];
+        CHECK(fabs(get(MEMLEAN_F32, q.entropy, row) - scaled.entropy[row]) < 2e-6, "%s: entropy", isa);
+        CHECK(fabs(get(MEMLEAN_F32, q.logp, 2 * row) - scaled.logp[2 * row]) < 2e-6, "%s: logp", isa);
+        double worst = 0;
+        for (int64_t j = 0; j < 4129; j++)
+            worst = fmax(worst, fabs(get(MEMLEAN_F32, q.params.grad_logits, row * 4129 + j) -
+                                     get(MEMLEAN_F64, scaled.params.grad_logits, row * 4129 + j) / t));
+        CHECK(worst < 5e-7, "%s: gradient off by %g", isa, worst);
+    }
+    destroy(&q);
+    destroy(&scaled);
+}
+
+static void test_extreme_temperatures(const char *isa)
+{
+    static const float temperatures[] = {1e-45f, 1e-38f, 1e-6f, 1e30f, FLT_MAX};
+    for (size_t i = 0; i < sizeof temperatures / sizeof *temperatures; i++) {
+        problem q;
+        make(&q, MEMLEAN_F32, MASKED, 4129, 1);
+        q.params.temperature = &temperatures[i];
+        run(&q, 0);
+        for (int row = 0; row < rows; row++)
+            CHECK(get(MEMLEAN_F32, q.entropy, row) >= 0 && get(MEMLEAN_F32, q.logp, 2 * row) <= 0, "%s: T = %g", isa,
+                  (double)temperatures[i]);
+        CHECK(temperatures[i] < 1e-30f || isfinite(get(MEMLEAN_F32, q.params.grad_logits, 5)), "%s: T = %g", isa,
+              (double)temperatures[i]); /* gradients have the scale of 1 / T */
+        destroy(&q);
+    }
+}
+
+/* Skipped rows hold NaN and are not read; the others keep their bits. */
+static void test_masks(const char *isa)
+{
+    static const uint8_t mask[rows] = {1, 0, 1};
+    problem q, plain;
+    make(&plain, MEMLEAN_F32, FLAT, 40000, 1);
+    run(&plain, 0);
+    for (int split = 0; split < 2; split++) {
+        make(&q, MEMLEAN_F32, FLAT, 40000, 1);
+        for (int64_t j = 0; j < 40000; j++)
+            put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
+        q.params.row_mask = mask;
+        run(&q, split);
+        CHECK(get(MEMLEAN_F32, q.logp, 2) == 0 && get(MEMLEAN_F32, q.entropy, 1) == 0, "%s: masked row", isa);
+        CHECK(get(MEMLEAN_F32, q.params.grad_logits, 40000 + 7) == 0, "%s: masked gradient", isa);
+        CHECK(!memcmp(q.logp, plain.logp, 2 * sizeof(float)), "%s: first row", isa);
+        CHECK(!memcmp(q.params.grad_logits, plain.params.grad_logits, 40000 * sizeof(float)), "%s: first row", isa);
+        destroy(&q);
+    }
+    /* One ignored candidate of row 0, both of row 1. */
+    make(&q, MEMLEAN_F32, FLAT, 40000, 1);
+    q.params.has_ignore_index = 1;
+    q.params.ignore_index = -100;
+    q.index[1] = q.index[2] = q.index[3] = -100;
+    for (int64_t j = 0; j < 40000; j++)
+        put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
+    run(&q, 0);
+    CHECK(get(MEMLEAN_F32, q.logp, 0) == get(MEMLEAN_F32, plain.logp, 0), "%s: kept candidate", isa);
+    CHECK(get(MEMLEAN_F32, q.logp, 1) == 0 && get(MEMLEAN_F32, q.logp, 2) == 0, "%s: ignored candidates", isa);
+    CHECK(get(MEMLEAN_F32, q.entropy, 0) == get(MEMLEAN_F32, plain.entropy, 0), "%s: entropy of a read row", isa);
+    CHECK(get(MEMLEAN_F32, q.params.grad_logits, 40000 + 7) == 0, "%s: ignored row's gradient", isa);
+    destroy(&q);
+    destroy(&plain);
+}
+
+static void test_inplace(const char *isa)
+{
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
+        problem q, plain;
+        make(&plain, (memlean_dtype)dtype, PEAKED, 40000, 1);
+        make(&q, (memlean_dtype)dtype, PEAKED, 40000, 1);
+        run(&plain, 0);
+        free(q.params.grad_logits);
+        q.params.grad_logits = q.logits;
+        run(&q, 1);
+        for (int64_t row = 0; row < rows; row++)
+            CHECK(!memcmp((char *)q.logits + (size_t)(row * q.strides[0]) * sizes[dtype],
+                          (char *)plain.params.grad_logits + (size_t)(row * 40000) * sizes[dtype], 40000 * sizes[dtype]),
+                  "%s %s: row %d", isa, dtype_names[dtype], (int)row);
+        q.params.grad_logits = NULL;
+        destroy(&q);
+        destroy(&plain);
+    }
+}
+
+/* Two shards with the statistics of the whole have the slices of its gradient. */
+static void test_shards(const char *isa)
+{
+    enum { vocab = 5000, cut = 1777 };
+    problem whole;
+    make(&whole, MEMLEAN_F32, FLAT, vocab, 1);
+    run(&whole, 0);
+    for (int shard = 0; shard < 2; shard++) {
+        const int64_t begin = shard ? cut : 0, size = shard ? vocab - cut : cut;
+        memlean_token_logprob_params p = whole.params;
+        float *gradient = allocate((size_t)(rows * size) * sizeof *gradient);
+        p.logits = (const float *)whole.logits + begin;
+        p.vocab = size;
+        p.first_token = begin;
+        p.index_limit = vocab;
+        p.grad_logits = gradient;
+        memlean_token_logprob_backward(&p, 0, rows * memlean_token_logprob_segments(size));
+        for (int64_t row = 0; row < rows; row++)
+            CHECK(!memcmp(gradient + row * size, (float *)whole.params.grad_logits + row * vocab + begin,
+                          (size_t)size * sizeof *gradient),
+                  "%s: shard %d row %d", isa, shard, (int)row);
+        free(gradient);
+    }
+    destroy(&whole);
+}
+
+static void test_extras(const char *isa)
+{
+    problem q;
+    int64_t argmax[rows];
+    double sum_p2[rows];
+    for (int split = 0; split < 2; split++) {
+        make(&q, MEMLEAN_F64, FLAT, 70001, 1);
+        q.params.argmax = argmax;
+        q.params.sum_p2 = sum_p2;
+        run(&q, split);
+        for (int64_t row = 0; row < rows; row++) {
+            const double *x = (const double *)q.logits + row * q.strides[0];
+            int64_t first = 0;
+            long double sum = 0, squares = 0;
+            for (int64_t j = 1; j < 70001; j++)
+                first = x[j] > x[first] ? j : first;
+            for (int64_t j = 0; j < 70001; j++) {
+                const long double e = expl((long double)x[j] - x[first]);
+                sum += e;
+                squares += e * e;
+            }
+            CHECK(argmax[row] == first, "%s: arg-max %d, expected %d", isa, (int)argmax[row], (int)first);
+            CHECK(fabsl(sum_p2[row] - squares / (sum * sum)) < 1e-15L, "%s: sum of squares %g", isa, sum_p2[row]);
+        }
+        destroy(&q);
+    }
+}
+
+static void test_upstream_not_finite(const char *isa)
+{
+    problem q;
+    make(&q, MEMLEAN_BF16, FLAT, 100, 1);
+    put(MEMLEAN_F32, q.grad_logp, 0, INFINITY);
+    run(&q, 0);
+    CHECK(isnan(get(MEMLEAN_BF16, q.params.grad_logits, 3)), "%s: infinite upstream gradient", isa);
+    CHECK(isfinite(get(MEMLEAN_BF16, q.params.grad_logits, 103)), "%s: the next row", isa);
+    destroy(&q);
+}
+
+/* ---- Refusals ----------------------------------------------------------------------------------------------------- */
+
+static memlean_status check(const problem *q)
+{
+    int64_t position;
+    return memlean_token_logprob_check(&q->params, &position);
+}
+
+static void test_refusals(void)
+{
+    problem q;
+    float temperature = 0;
+    make(&q, MEMLEAN_F32, FLAT, 10, 1);
+    CHECK(check(&q) == MEMLEAN_OK, "valid");
+    q.index[3] = 10;
+    int64_t position = -1;
+    CHECK(memlean_token_logprob_check(&q.params, &position) == MEMLEAN_EINDEX && position == 3, "index 10 of 10");
+    q.index[3] = -1;
+    CHECK(check(&q) == MEMLEAN_EINDEX, "index -1");
+    q.index[3] = 0;
+    q.params.temperature = &temperature;
+    for (int i = 0; i < 4; i++) {
+        static const float bad[] = {0.0f, -1.0f, NAN, INFINITY};
+        temperature = bad[i];
+        CHECK(check(&q) == MEMLEAN_ETEMPERATURE, "temperature %g", (double)temperature);
+    }
+    q.params.temperature = NULL;
+    q.params.vocab = 0;
+    CHECK(check(&q) == MEMLEAN_EARGUMENT, "empty vocabulary");
+    q.params.vocab = 10;
+    q.strides[0] = INT64_MAX / 4;
+    CHECK(check(&q) == MEMLEAN_EARGUMENT, "rows * stride beyond 64 bits");
+    q.strides[0] = 10;
+    q.params.dtype = (memlean_dtype)17;
+    CHECK(check(&q) == MEMLEAN_EARGUMENT, "unknown dtype");
+    destroy(&q);
+
+    CHECK(memlean_isa_select("sse9") == MEMLEAN_EISA, "unknown instruction set");
+    CHECK(memlean_isa_select(NULL) == MEMLEAN_OK && memlean_isa_active(), "highest instruction set");
+    CHECK(!memlean_isa_available(-1) && !memlean_isa_available(99) && !memlean_kernel_name(-1), "positions");
+    for (int status = 0; status < 9; status++)
+        CHECK(strlen(memlean_status_string((memlean_status)status)) > 0, "status %d", status);
+}
+
 int main(void)
 {
     static const int64_t vocabs[] = {1, 2, 7, 31, 32, 33, 70, 2047, 2048, 2049, 4129, 32767, 32768, 32769, 70001};
@@ -277,6 +493,18 @@ int main(void)
         for (int kind = 0; kind < FAMILIES; kind++)
             for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
                     test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        memlean_isa_select(isa);
+        test_temperature(isa);
+        test_extreme_temperatures(isa);
+        test_masks(isa);
+        test_inplace(isa);
+        test_shards(isa);
+        test_extras(isa);
+        test_upstream_not_finite(isa);
+    }
+    test_refusals();
     printf("%d passed, %d failed\n", checks - failures, failures);
     return failures != 0;
 }
