@@ -1,5 +1,7 @@
 """What a call allocates, keeps and dispatches."""
 
+import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 STATUS = Path("/proc/self/status")
+LIBC = ctypes.CDLL(None)
 needs_high_water_mark = pytest.mark.skipif(
     not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="no high-water mark in /proc/self/status here"
 )
@@ -21,11 +24,11 @@ def _status(field: str) -> int:
 
 
 def peak_growth(function: Callable[[], object]) -> int:
-    """Bytes by which resident memory rises at its highest while ``function`` runs.
-
-    Below glibc's largest mmap threshold (32 MiB) an allocation may reuse resident pages: use tensors above it to tell a
-    full copy from none.
-    """
+    """Bytes by which resident memory rises at its highest while ``function`` runs."""
+    # Freed memory that stays resident would serve the next allocation and hide it.
+    gc.collect()
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
     before = _status("VmRSS")
     function()
