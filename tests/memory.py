@@ -25,9 +25,11 @@ def _status(field: str) -> int:
 
 def peak_growth(function: Callable[[], object]) -> int:
     """Bytes by which resident memory rises at its highest while ``function`` runs."""
-    # Freed memory that stays resident would serve the next allocation and hide it.
+    # Freed memory that stays resident hides the allocations that it serves: return it, and keep glibc from raising the
+    # size (M_MMAP_THRESHOLD, -3) from which an allocation has pages of its own.
     gc.collect()
-    if hasattr(LIBC, "malloc_trim"):
+    if hasattr(LIBC, "malloc_trim") and hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(-3, 2**20)
         LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
     before = _status("VmRSS")
