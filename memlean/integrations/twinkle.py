@@ -181,6 +181,14 @@ def why_mask_stays(processor: Any, inputs: list[dict], kwargs: dict) -> str | No
     ``attention_mask_type`` matters. An explicit type other than causal always keeps the mask. A missing one counts as
     causal only inside ``forward_backward``, for ``causal_lm``, if each attention layer of the model says causal.
     """
+    why = _why_step_needs_mask(processor, kwargs)
+    if why is None and (processor.padding_free or processor._any_packing(inputs)):
+        return "packed input"
+    return why
+
+
+def _why_step_needs_mask(processor: Any, kwargs: dict) -> str | None:
+    """The part that does not look at the inputs."""
     device = sys.modules["twinkle.utils"].Platform.device_prefix()
     step = _step.get()
     if device != "npu" and (option("mask") != "auto" or step is None):
@@ -189,8 +197,6 @@ def why_mask_stays(processor: Any, inputs: list[dict], kwargs: dict) -> str | No
         return f"framework {processor.framework}"
     if processor.padding_side != "right":
         return f"padding side {processor.padding_side}"
-    if processor.padding_free or processor._any_packing(inputs):
-        return "packed input"
     kind = kwargs.get("attention_mask_type")
     if kind is not None and not _is_causal(kind):
         return f"attention_mask_type {getattr(kind, 'name', kind)}"
@@ -240,6 +246,8 @@ def process(original, self, inputs, **kwargs):
         else stage
         for stage in self.process_pipeline
     ]
+    if kwargs.get("attention_mask_type") is None and _why_step_needs_mask(self, kwargs) is None:
+        kwargs["attention_mask_type"] = "causal"  # for the stages that are not ours, too
     return original(shadow, inputs, **kwargs)
 
 
