@@ -1,4 +1,4 @@
-"""Prints mask bytes in the outputs, the rise of the resident peak, mask bytes skipped: ``mask_memory.py LENGTH PATCHED``."""
+"""Prints mask bytes made, the rise of the resident peak, mask bytes skipped: ``mask_memory.py LENGTH PATCHED``."""
 
 import sys
 from pathlib import Path
