@@ -1,7 +1,7 @@
 """Patches the trainers named in MEMLEAN_PATCH when a process imports them: memlean_autoload.pth calls `install`.
 
-For processes whose first line nobody can edit: Ray workers, what a launcher starts. Imports nothing but sys, until one of
-the trainers is imported; a process that never does so pays for one look at each import.
+For processes whose first line nobody can edit: Ray workers, what a launcher starts. Imports nothing but sys until one
+of the trainers is imported; a process that never does so pays for one look at each import.
 """
 
 import sys

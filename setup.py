@@ -59,7 +59,7 @@ class BuildPython(build_py):
 
 
 class WithData(Distribution):
-    """An editable install has no such root: there the file goes to the site-packages of the Python that builds, as data.
+    """An editable install has no such root: there the file goes to site-packages as data.
 
     setuptools' editable_wheel asks for has_data(), which nothing defines, and leaves data files out otherwise.
     """

@@ -96,7 +96,6 @@ class Source:
 
     def __init__(self, root: str | Path):
         self.root = Path(root)
-        self._trees: dict[str, ast.Module | None] = {}
 
     @classmethod
     def installed(cls, package: str) -> Source | None:
@@ -113,10 +112,16 @@ class Source:
         return node if isinstance(node, ast.FunctionDef) else None
 
     def _tree(self, module: str) -> ast.Module | None:
-        if module not in self._trees:
-            path = self.root.joinpath(*module.split(".")[1:]).with_suffix(".py")
-            self._trees[module] = ast.parse(path.read_bytes()) if path.is_file() else None
-        return self._trees[module]
+        path = self.root.joinpath(*module.split(".")[1:])
+        for file in (path.parent / f"{path.name}.py", path / "__init__.py"):
+            if file.is_file():
+                return _parse(file, file.stat().st_mtime_ns)
+        return None
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(file: Path, mtime_ns: int) -> ast.Module:
+    return ast.parse(file.read_bytes())
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -241,7 +246,7 @@ class _Slot:
         self.rebind()
 
     def rebind(self) -> None:
-        """Covers the modules that hold the original by name, those imported since the last time included."""
+        """Replaces it wherever else it is held by name."""
         if self.symbol.everywhere:
             _swap(self.original, self.replacement)
 
@@ -285,7 +290,9 @@ def _assign(symbol: Symbol, value: Callable) -> None:
 
 def _holders(value: Any) -> Iterator[tuple[str, str]]:
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType):
+        # A process with a trainer holds some 300,000 names: look for the id in C first. The lists are copies, as another
+        # thread may be importing.
+        if isinstance(module, types.ModuleType) and id(value) in map(id, list(vars(module).values())):
             for name, held in list(vars(module).items()):
                 if held is value:
                     yield module_name, name
@@ -309,7 +316,7 @@ def _stranger(package: str, function: Any) -> str | None:
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class _State:
     """A fix that is applied, or waits for its modules. ``holds``: who wants it; it goes when nobody does."""
 
@@ -500,8 +507,9 @@ def _request(names, only, exclude, strict, force, mask, propagate, hold) -> Patc
             state.holds.add(hold)
             if state.status == "pending-import" and _loaded(state.fix):  # its import had begun before the first request
                 _settle(state)
-            for slot in state.slots:
-                slot.rebind()
+            if state not in new:
+                for slot in state.slots:
+                    slot.rebind()  # covers the modules imported since
             records.append(state.record())
         _options["mask"] = mask
         if propagate:
