@@ -1,4 +1,4 @@
-"""One of two processes: steps before and after, compared here, as JSON. ``two_processes.py LAYOUT VARIABLE RANK STORE``."""
+"""One of two processes: steps before and after, compared, as JSON. ``two_processes.py LAYOUT VARIABLE RANK STORE``."""
 
 import json
 import os
@@ -43,7 +43,9 @@ layout, variable, rank, store = sys.argv[1], sys.argv[2] == "variable", int(sys.
 sizes = LAYOUTS[layout]
 with cpu_instead_of_cuda(), process_group(**sizes, rank=rank, world_size=2, store=store):
     trainer = Trainer(variable=variable, layers=4, **sizes)
-    inputs = features(lengths=(8, 6, 8, 5, 7, 3, 8, 4))
+    # Interleaved over two gloo ranks, both neighbours are one peer, and unpatched megatron-core 0.16.1 takes the shape
+    # from the one for that of the other: there, micro-batches of different lengths fail without memlean already.
+    inputs = features(lengths=(8, 6, 8, 5, 8 if layout == "pp2_vpp2" else 7, 3, 8, 4))
     found = {
         "versions": f"torch {torch.__version__}, megatron-core {megatron.core.__version__}",
         "ranks": [parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()],
