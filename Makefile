@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo test test-c test-python check clean
+.PHONY: demo demo-twinkle test test-c test-python check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -16,7 +16,7 @@ $(VENV)/base: Makefile
 	touch $@
 
 # Built without isolation, against the torch just installed.
-$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml $(shell find csrc -type f)
+$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml memlean_autoload.pth $(shell find csrc -type f)
 	$(BIN)/pip install -q --no-build-isolation -e .
 	touch $@
 
@@ -36,6 +36,15 @@ $(VENV)/demo-tools: $(VENV)/base
 
 demo: $(VENV)/memlean $(VENV)/demo-tools
 	$(BIN)/python -m memlean demo
+
+# dashscope ships Qwen's vocabulary file; nothing else of it is used.
+$(VENV)/demo-twinkle-tools: $(VENV)/trainers
+	$(BIN)/pip install -q 'tiktoken>=0.9'
+	$(BIN)/pip install -q --no-deps dashscope==2.0.2
+	touch $@
+
+demo-twinkle: $(VENV)/memlean $(VENV)/demo-twinkle-tools
+	$(BIN)/python -m memlean demo --trainer twinkle
 
 test: test-c test-python
 

@@ -1,8 +1,8 @@
 """``python -m memlean demo --trainer twinkle``: a GRPO step through the real MegatronModel, before and after patching.
 
-Each side runs in a process of its own, so that one's peak does not hide in the other's. The model is a GPT of two small
-layers with Qwen's vocabulary; the text is Python's own language reference, in Qwen's tokens. What is not real is said in
-``memlean.integrations._twinkle_cpu``; the optimizer is plain SGD.
+Each side runs in a process of its own, so that one's peak does not hide in the other's. The model is a GPT of two
+small layers with Qwen's vocabulary; the text is Python's own language reference, in Qwen's tokens. What is not real is
+said in ``memlean.integrations._twinkle_cpu``; the optimizer is plain SGD.
 """
 
 import argparse
@@ -75,7 +75,10 @@ def _tokenizer():
     folder = Path(importlib.util.find_spec("dashscope").submodule_search_locations[0])
     lines = (folder / "resources/qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     return tiktoken.Encoding("qwen", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
@@ -156,15 +159,15 @@ def _side(side: str) -> dict:
         start = _resident("VmRSS")
         for _ in range(STEPS):
             began = time.perf_counter()
-            outputs, gradients, kept = trainer.step(features, old_logps=old_logps, advantages=advantages)
+            outputs, _, kept = trainer.step(features, old_logps=old_logps, advantages=advantages)
             seconds.append(time.perf_counter() - began)
             losses.append(outputs["loss"])
             with torch.no_grad():
                 for parameter in trainer.chunks[0].parameters():
                     parameter -= LEARNING_RATE * parameter.grad
         peak = _resident("VmHWM") - start
-        model_module.selective_log_softmax = watched  # after the timing, as the hooks take time
-        trainer.step(features, old_logps=old_logps, advantages=advantages)
+        with rig.replaced(model_module, selective_log_softmax=watched):  # after the timing, as the hooks take time
+            trainer.step(features, old_logps=old_logps, advantages=advantages)
     return {
         "versions": ", ".join(f"{name} {version(name)}" for name in ("twinkle-kit", "megatron-core", "torch")),
         "sequences": len(features),

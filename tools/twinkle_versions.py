@@ -23,18 +23,8 @@ BEGIN, END = "<!-- tools/twinkle_versions.py begins -->\n", "<!-- tools/twinkle_
 
 def verdicts(version: str, folder: Path) -> list[_patch.Verdict]:
     """One for each fix, read from the files of the wheel."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "-d",
-        folder,
-        f"{TARGET.distribution}=={version}",
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+    subprocess.run([*pip, f"{TARGET.distribution}=={version}"], check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

@@ -290,8 +290,8 @@ def _assign(symbol: Symbol, value: Callable) -> None:
 
 def _holders(value: Any) -> Iterator[tuple[str, str]]:
     for module_name, module in list(sys.modules.items()):
-        # A process with a trainer holds some 300,000 names: look for the id in C first. The lists are copies, as another
-        # thread may be importing.
+        # A process with a trainer holds some 300,000 names: look for the id in C first. The lists are copies, as
+        # another thread may be importing.
         if isinstance(module, types.ModuleType) and id(value) in map(id, list(vars(module).values())):
             for name, held in list(vars(module).items()):
                 if held is value:

@@ -380,26 +380,29 @@ def verdicts(tmp_path):
 @pytest.mark.parametrize(
     ("fix", "module", "old", "new", "status", "evidence"),
     [
-        ("selective_log_softmax", TORCH_UTILS, "logits, index, return_entropy: bool", "logits, ids, return_entropy: bool",
-         "unsupported", r"takes \(logits, ids, return_entropy\)"),
-        ("selective_log_softmax", TORCH_UTILS, "    if logits.dtype in [torch.float32", "    return Chunked.apply(logits)\n"
-         "    if logits.dtype in [torch.float32", "already-fixed", "autograd.Function"),
+        ("selective_log_softmax", TORCH_UTILS, "logits, index, return_entropy: bool",
+         "logits, ids, return_entropy: bool", "unsupported", r"takes \(logits, ids, return_entropy\)"),
+        ("selective_log_softmax", TORCH_UTILS, "    if logits.dtype in [torch",
+         "    return Chunked.apply(logits)\n    if logits.dtype in [torch", "already-fixed", "autograd.Function"),
+        ("selective_log_softmax", TORCH_UTILS, "for lg in logits]", "for lg in rows]", "applies", "loops over"),
         ("selective_log_softmax", TORCH_UTILS, "def selective_log_softmax", "def other", "unsupported", "not defined"),
         ("selective_log_softmax", TORCH_UTILS, "import ", "import import ", "unsupported", "SyntaxError"),
         ("report_logits", MODEL, "'return_logits', False", "'keep_logits', False", "unsupported", "no return_logits"),
-        ("report_logits", MODEL, "return self.strategy.reduce_loss(losses, counts, output_tensor, logps)",
-         "return self.strategy.reduce_loss(losses, counts, output_tensor if return_logits else None, logps)",
+        ("report_logits", MODEL, "reduce_loss(losses, counts, output_tensor, logps)",
+         "reduce_loss(losses, counts, output_tensor if return_logits else None, logps)",
          "already-fixed", "post_loss_function looks at return_logits"),
         ("report_logits", STRATEGY, "local_loss, local_count, logits, logps)", "loss, count, logits, logps)",
          "unsupported", r"takes \(self, loss, count, logits, logps\)"),
         ("report_logits", STRATEGY, "'logps': logps", "'log_probs': logps", "unsupported", "does not return a tuple"),
-        ("report_logits", MODEL, "if 'logits' in loss_dict", "if loss_dict['logits'] is not None", "unsupported", "collect"),
+        ("report_logits", MODEL, "if 'logits' in loss_dict", "if loss_dict['logits'] is not None",
+         "unsupported", "does not collect"),
         ("causal_mask", PROCESSOR, "def drop_causal_4d_mask", "def drop_mask", "unsupported", "no stage"),
         ("causal_mask", PROCESSOR, "            self.drop_causal_4d_mask,\n", "", "unsupported", "process_pipeline"),
-        ("causal_mask", PROCESSOR, "micro_batch_size: Optional[int] = None,\n                   variable_seq_lengths=False",
-         "batch: Optional[int] = None,\n                   variable_seq_lengths=False", "unsupported", "collate_fn takes"),
-        ("causal_mask", PROCESSOR, "variable_seq_lengths=False,\n", "variable_seq_lengths=False,\n"
-         "                   attention_mask_type=None,\n", "already-fixed", "collate_fn looks at attention_mask_type"),
+        ("causal_mask", PROCESSOR, "                   micro_batch_size: Optional[int] = None,\n",
+         "                   rows: Optional[int] = None,\n", "unsupported", "collate_fn takes"),
+        ("causal_mask", PROCESSOR, "variable_seq_lengths=False,\n",
+         "variable_seq_lengths=False,\n                   attention_mask_type=None,\n",
+         "already-fixed", "collate_fn looks at attention_mask_type"),
         ("causal_mask", MODEL, "attention_mask_type=", "mask_type=", "unsupported", "does not hand"),
     ],
 )  # fmt: skip
@@ -411,6 +414,23 @@ def test_one_thing_changed_in_the_source(verdicts, fix, module, old, new, status
     untouched = {"selective_log_softmax", "causal_mask", "report_logits"} - {fix}
     if module != MODEL:
         assert {found[name].status for name in untouched} == {"applies"}
+
+
+def test_what_does_not_apply_is_said_and_the_rest_is_applied(tmp_path):
+    """A twinkle without the stage, as in 0.2.0, imported by a process of its own."""
+    root = Path(twinkle.__file__).parent
+    shutil.copytree(root, tmp_path / "twinkle", ignore=shutil.ignore_patterns("__pycache__"))
+    processor = tmp_path / "twinkle" / FILES[PROCESSOR].relative_to(root)
+    processor.write_text(processor.read_text().replace("drop_causal_4d_mask", "another_stage"))
+    script = """
+        import memlean, twinkle.model.megatron.megatron
+        report = memlean.patch("twinkle")
+        print(twinkle.__file__, *(r.status for r in report.records))
+    """
+    run = python("-", script=textwrap.dedent(script), env={"PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(tmp_path / "twinkle/__init__.py"), "applied", "unsupported", "applied"]
+    assert "twinkle.causal_mask not applied" in run.stderr and "no stage drop_causal_4d_mask" in run.stderr
 
 
 def test_a_missing_package():
