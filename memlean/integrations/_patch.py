@@ -474,7 +474,7 @@ def _request(names, only, exclude, strict, force, mask, propagate, hold) -> Patc
         return PatchReport(tuple(disabled))
     strict = strict or _env.patch_strict()
 
-    unseen = [(target, fix) for target, fix in selected if f"{target.name}.{fix.name}" not in _states]
+    unseen = [(target, fix) for target, fix in selected if not _wanted(f"{target.name}.{fix.name}")]
     judged = [(target, fix, _judge(target, fix, force)) for target, fix in unseen]
     refused = PatchReport(tuple(r for _, _, r in judged if r.status in _REFUSED))
     if strict:
@@ -486,7 +486,7 @@ def _request(names, only, exclude, strict, force, mask, propagate, hold) -> Patc
         new = []
         try:
             for target, fix, record in judged:
-                if record.status == "applies" and record.name not in _states:  # another thread may have been faster
+                if record.status == "applies" and not _wanted(record.name):  # another thread may have been faster
                     state = _states[record.name] = _State(target, fix, record.reason, force, strict)
                     new.append(state)
                     if _loaded(fix):
@@ -515,6 +515,11 @@ def _request(names, only, exclude, strict, force, mask, propagate, hold) -> Patc
         if propagate:
             _export([r.name for r in records if r.status in ("applied", "pending-import")], mask)
     return PatchReport(tuple(records))
+
+
+def _wanted(name: str) -> bool:
+    """Applied or waiting; not refused at the end of an import."""
+    return name in _states and _states[name].status not in _REFUSED
 
 
 def _release(state: _State, hold: object) -> None:

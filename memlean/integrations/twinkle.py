@@ -236,6 +236,8 @@ def process(original, self, inputs, **kwargs):
     reach live processors, and would stay in those created meanwhile. A copy of the processor carries the replaced list;
     the stages stay bound to the processor itself. A stage that a subclass overrides is left alone.
     """
+    if "process_pipeline" not in vars(self):  # a Ray driver's handle; the pipeline runs in the workers
+        return original(self, inputs, **kwargs)
     base = sys.modules[PROCESSOR].InputProcessor
     replaced = {base.collate_fn: collate_without_mask, base.drop_causal_4d_mask: drop_mask}
     shadow = type(self).__new__(type(self))

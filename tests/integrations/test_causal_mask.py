@@ -118,6 +118,16 @@ def test_caller_s_features_keep_their_mask():
     assert all(torch.equal(f["attention_mask"].flatten(), torch.ones(f["attention_mask"].numel())) for f in inputs)
 
 
+def test_a_ray_driver_s_handle_passes_through():
+    """A stand-in: on a driver, twinkle's constructor does not run, and the call is sent to the workers."""
+    handle = InputProcessor.__new__(InputProcessor)
+    assert shim.process(lambda self, inputs, **kwargs: (self, inputs, kwargs), handle, [1], a=2) == (
+        handle,
+        [1],
+        {"a": 2},
+    )
+
+
 def test_mask_auto_on_other_devices_needs_the_model(masks_built):
     trainer, inputs = Trainer(), features()
     with memlean.patched("twinkle"):

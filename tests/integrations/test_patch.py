@@ -246,6 +246,25 @@ def test_wrapped_by_others_afterwards_is_left_in_place(caplog):
         torch_utils.selective_log_softmax = original
 
 
+def test_foreign_at_the_end_of_an_import(tmp_path):
+    """Replaced in the module itself: found when it arrives, and applied after all when forced."""
+    root = Path(twinkle.__file__).parent
+    shutil.copytree(root, tmp_path / "twinkle", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "twinkle/utils/torch_utils.py").open("a") as file:
+        file.write("\nfrom other import wrap\nselective_log_softmax = wrap(selective_log_softmax)\n")
+    (tmp_path / "other.py").write_text("def wrap(f):\n    return lambda *a, **k: f(*a, **k)\n")
+    script = """
+        import memlean
+        first = memlean.patch("twinkle.selective_log_softmax").records[0].status
+        import twinkle.utils.torch_utils
+        print(first, memlean.report().records[0].status, end=" ")
+        print(memlean.patch("twinkle.selective_log_softmax", force=True).records[0].status)
+    """
+    run = python("-", script=textwrap.dedent(script), env={"PYTHONPATH": str(tmp_path)})
+    assert run.stdout.split() == ["pending-import", "foreign", "applied"], run.stderr
+    assert "was replaced by other.wrap" in run.stderr
+
+
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_strict_raises_before_anything_changes(monkeypatch, how):
     other = foreign_wrapper(torch_utils.selective_log_softmax)
