@@ -352,7 +352,7 @@ _states: dict[str, _State] = {}
 _slots: dict[str, _Slot] = {}  # kept after undo, so that what still holds a replacement is found by the next one
 _options = {"mask": "npu"}
 _BY_PATCH = object()  # the hold of memlean.patch, as opposed to one of a `with memlean.patched`
-_exported: str | Literal[False] | None = False  # MEMLEAN_PATCH before propagate=True; False: not exported
+_before_export: dict[str, str | None] = {}  # environment variables that propagate=True has overwritten
 
 
 def count(name: str, what: str, n: int = 1) -> None:
@@ -529,23 +529,20 @@ def _release(state: _State, hold: object) -> None:
 
 
 def _export(fixes: list[str], mask: str) -> None:
-    global _exported
-    if _exported is False:
-        _exported = os.environ.get("MEMLEAN_PATCH")
-    os.environ["MEMLEAN_PATCH"] = ",".join(fixes)
-    os.environ["MEMLEAN_MASK"] = mask
+    """For child processes. What the variables said before is kept for `_unexport`."""
+    variables = {"MEMLEAN_PATCH": ",".join(fixes), "MEMLEAN_MASK": mask}
+    if not _before_export:
+        _before_export.update({name: os.environ.get(name) for name in variables})
+    os.environ.update(variables)
 
 
 def _unexport() -> None:
-    global _exported
-    if _exported is False:
-        return
-    os.environ.pop("MEMLEAN_MASK", None)
-    if _exported is None:
-        os.environ.pop("MEMLEAN_PATCH", None)
-    else:
-        os.environ["MEMLEAN_PATCH"] = _exported
-    _exported = False
+    for name, value in _before_export.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before_export.clear()
 
 
 def _select(names: Iterable[str], only, exclude) -> list[tuple[Target, Fix]]:
