@@ -280,6 +280,7 @@ def test_bytes_at_16384_tokens():
         )
         assert run.returncode == 0, run.stderr
         mib[patched] = np.array([int(n) for n in run.stdout.split()[-3:]]) / 2**20
+    print("MiB kept, peak, skipped: before", *mib[False].round(1), "after", *mib[True].round(1))
     kept, peak, skipped = mib[False]
     assert kept == 256 and skipped == 0
     assert peak == pytest.approx(512, abs=16)
