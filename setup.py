@@ -5,12 +5,15 @@ build backends), so the C objects are built here and handed to the linker.
 """
 
 import os
+import sys
+import sysconfig
 from pathlib import Path
 
 import pybind11
 import torch
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from torch.utils.cpp_extension import include_paths, library_paths
 
 BASELINE = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wall", "-Wextra"]
@@ -43,6 +46,30 @@ class BuildNative(build_ext):
         super().build_extension(ext)
 
 
+AUTOLOAD = "memlean_autoload.pth"  # does nothing unless MEMLEAN_PATCH is set
+
+
+class BuildPython(build_py):
+    """Python looks for .pth files beside the packages: in a wheel, that is the root of what is built."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(AUTOLOAD, os.path.join(self.build_lib, AUTOLOAD))
+
+
+class WithData(Distribution):
+    """An editable install has no such root: there the file goes to site-packages as data.
+
+    setuptools' editable_wheel asks for has_data(), which nothing defines, and leaves data files out otherwise.
+    """
+
+    has_data = Distribution.has_data_files
+
+
+site_packages = os.path.relpath(sysconfig.get_path("purelib"), sysconfig.get_path("data"))
+
+
 native = Extension(
     "memlean._C",
     ["csrc/torch/binding.cpp"],
@@ -58,4 +85,9 @@ native = Extension(
     language="c++",
 )
 
-setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})
+setup(
+    ext_modules=[native],
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
+    distclass=WithData,
+    data_files=[(site_packages, [AUTOLOAD])] if "editable_wheel" in sys.argv else [],
+)

@@ -7,6 +7,11 @@ MEMLEAN_DISABLE_NATIVE     0        1: do not load the C kernels; the generic pa
 MEMLEAN_ISA                highest  generic, avx2 or avx512: highest instruction set to use; read once, at import
 MEMLEAN_HUGEPAGE           1        0: do not ask for huge pages for large gradients; read once, at import
 MEMLEAN_CHUNK_BYTES        64 MiB   bytes of the largest temporary of the generic path (32 MiB with entropy)
+MEMLEAN_PATCH              none     comma-separated targets or fixes (``twinkle``, ``twinkle.report_logits``) that every
+                                    Python process patches as soon as it imports them
+MEMLEAN_MASK               npu      npu or auto: the ``mask`` of that patch
+MEMLEAN_STRICT             0        1: ``memlean.patch`` raises where it would refuse a fix with a warning
+MEMLEAN_DISABLE            0        1: patch nothing, and let what is patched run the original; read at every call
 ========================== ======== ==============================================================================
 """
 
@@ -29,6 +34,22 @@ def native_disabled() -> bool:
 
 def hugepages() -> bool:
     return _flag("MEMLEAN_HUGEPAGE", True)
+
+
+def patch_targets() -> list[str]:
+    return [name.strip() for name in os.environ.get("MEMLEAN_PATCH", "").split(",") if name.strip()]
+
+
+def patch_mask() -> str:
+    return os.environ.get("MEMLEAN_MASK", "").strip() or "npu"
+
+
+def patch_strict() -> bool:
+    return _flag("MEMLEAN_STRICT", False)
+
+
+def patches_disabled() -> bool:
+    return _flag("MEMLEAN_DISABLE", False)
 
 
 def isa() -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 import memlean
 from memlean import _ops
+from memlean.integrations import _patch
 
 
 def collect() -> dict:
@@ -38,6 +39,10 @@ def collect() -> dict:
         module = getattr(torch, device, None)
         if module is not None and module.is_available():
             facts["paths"][device] = "generic path"
+    facts["patches"] = {
+        record.name: f"{record.status}, {record.target} {record.version}: {record.reason}"
+        for record in _patch.examine().records
+    }
     return facts
 
 
@@ -56,7 +61,9 @@ def report(as_json: bool = False) -> int:
         print(json.dumps(facts, indent=2))
     else:
         for name, value in facts.items():
-            if isinstance(value, dict):
+            if name == "patches":  # a line each: they are sentences
+                value = f"\n{'':24}".join(f"{fix}: {verdict}" for fix, verdict in value.items()) or "no trainer found"
+            elif isinstance(value, dict):
                 value = "; ".join(f"{k}: {v}" for k, v in value.items())
             elif isinstance(value, list):
                 value = ", ".join(value)

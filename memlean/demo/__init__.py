@@ -15,10 +15,15 @@ def add_parser(commands) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
     chart = Path("memlean-demo.png")
     parser.add_argument("--chart", type=Path, metavar="FILE", default=chart, help="the picture (default: %(default)s)")
+    parser.add_argument("--trainer", choices=["twinkle"], help="instead: a training step of this trainer, patched")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.trainer == "twinkle":
+        from memlean.demo import twinkle
+
+        return twinkle.run(options)
     try:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
