@@ -5,6 +5,7 @@ build backends), so the C objects are built here and handed to the linker.
 """
 
 import os
+import platform
 import sys
 import sysconfig
 from pathlib import Path
@@ -36,9 +37,9 @@ HEADERS = sorted(str(path) for path in Path("csrc").rglob("*") if path.suffix in
 
 class BuildNative(build_ext):
     def build_extension(self, ext):
-        is_x86 = self.compiler.target_machine if hasattr(self.compiler, "target_machine") else os.uname().machine
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
         for source, flags in C_SOURCES.items():
-            if "/x86/" in source and is_x86 not in ("x86_64", "AMD64"):
+            if "/x86/" in source and not is_x86:
                 continue
             ext.extra_objects += self.compiler.compile(
                 [source], output_dir=self.build_temp, extra_postargs=BASELINE + flags, depends=HEADERS

@@ -86,6 +86,7 @@ def _(logits, index, *options, **more):
 
 def _load_native():
     """The native module, or why there is none."""
+    _env.chunk_bytes(False)  # a wrong value is an error here, not at the first call that needs it
     if _env.native_disabled():
         return None, "MEMLEAN_DISABLE_NATIVE=1"
     try:
