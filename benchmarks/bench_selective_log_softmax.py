@@ -2,9 +2,10 @@
 
     python benchmarks/bench_selective_log_softmax.py [--csv FILE] [--rows 256] [--vocab 151936] [--repeats 7]
 
-Peers: the row loop of TRL and twinkle, and ``gather - logsumexp`` under torch.compile, compiled before it is timed. All
-are timed in turn, repeat by repeat; a ratio is taken within each repeat, and the median of the ratios is reported. The
-read probe sums the same bytes as integers in the same repeat: what reading the logits alone costs.
+Peers: the row loop of TRL and twinkle over 8 sequences, and ``gather - logsumexp`` under torch.compile, compiled before
+it is timed; both as in ``python -m memlean demo``. All are timed in turn, repeat by repeat; a ratio is taken within
+each repeat, and the median of the ratios is reported. The read probe sums the same bytes as integers in the same
+repeat: what reading the logits alone costs.
 
 Passes: "scoring" is forward under no_grad, "forward" is forward in a training step, whose graph is then dropped.
 """
@@ -21,29 +22,10 @@ from pathlib import Path
 
 import torch
 
-from memlean import _ops, selective_log_softmax
+from memlean import _ops
+from memlean.demo import measure as methods
 
 COLUMNS = ("threads", "dtype", "entropy", "pass", "peer", "ns_per_logit", "ratio_to_memlean", "machine")
-
-
-def row_loop(logits, index, return_entropy):
-    """A loop over rows in the logits' dtype, as trainers copied it from one another."""
-    logps, entropies = [], []
-    for row, token in zip(logits, index, strict=True):
-        log_p = row.log_softmax(-1)
-        logps.append(log_p[token])
-        if return_entropy:
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return (torch.stack(logps), torch.stack(entropies)) if return_entropy else torch.stack(logps)
-
-
-def two_lines(logits, index, return_entropy):
-    logits = logits.float()
-    log_sum = logits.logsumexp(-1)
-    logps = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - log_sum
-    if not return_entropy:
-        return logps
-    return logps, log_sum - ((logits - log_sum.unsqueeze(-1)).exp() * logits).sum(-1)
 
 
 def scoring(function, *arguments):
@@ -58,7 +40,6 @@ def forward(function, *arguments):
 def forward_backward(function, logits, *arguments):
     logits.grad = None
     results = function(logits, *arguments)
-    results = results if isinstance(results, tuple) else (results,)
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
@@ -104,10 +85,9 @@ def main() -> None:
         torch.set_num_threads(threads)
         torch._dynamo.reset()  # else it gives up compiling after a few variants of one function
         torch.manual_seed(0)
-        logits = (torch.randn(options.rows, options.vocab) * 3).to(dtype).requires_grad_()
-        index = torch.randint(options.vocab, (options.rows,))
-        peers = {"memlean": selective_log_softmax, "row loop": row_loop}
-        peers["compiled"] = torch.compile(two_lines, dynamic=False)
+        logits = (torch.randn(8, options.rows // 8, options.vocab) * 3).to(dtype).requires_grad_()
+        index = torch.randint(options.vocab, logits.shape[:-1])
+        peers = {"memlean": methods.memlean, "row loop": methods.row_loop, "compiled": methods.compiled}
         for pass_name, run in PASSES.items():
             timed = {name: partial(run, peer, logits, index, entropy) for name, peer in peers.items()}
             timed["read probe"] = logits.detach().view(torch.int64).sum
