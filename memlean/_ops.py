@@ -7,9 +7,9 @@
 
 ``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of
 exp((x - m) / T) and W the sum of (x - m) / T exp((x - m) / T). ``entropy`` has no elements unless asked for.
-``temperature`` has one element or one a row, of the results' dtype; ``row_mask`` is bool, one a row. ``first_token`` and
-``index_limit`` place a shard of the vocabulary in the whole (0 and 0: it is the whole). ``chunk_bytes`` (0: the default)
-is for the generic path alone. The operators carry no autograd formula: the Functions around them do.
+``temperature`` has one element or one a row, of the results' dtype; ``row_mask`` is bool, one a row. ``first_token``
+and ``index_limit`` place a shard of the vocabulary in the whole (0 and 0: it is the whole). ``chunk_bytes`` (0: the
+default) is for the generic path alone. The operators carry no autograd formula: the Functions around them do.
 """
 
 import importlib
