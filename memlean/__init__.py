@@ -1,7 +1,7 @@
 """Per-token log-probability and entropy from logits, without keeping anything the size of the vocabulary."""
 
-from memlean.functional import selective_log_softmax
+from memlean.functional import TokenStats, entropy_from_logits, selective_log_softmax, token_stats
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "selective_log_softmax"]
+__all__ = ["TokenStats", "__version__", "entropy_from_logits", "selective_log_softmax", "token_stats"]

@@ -54,8 +54,8 @@ def vocab_parallel_selective_log_softmax(
             it, on every rank: ranges with a gap or overlap, ranks that disagree about index or return_entropy.
         IndexError: after the collective, on every rank: an index outside the whole vocabulary, on the CPU. On other
             devices, where raising would have to wait for the device, the results concerned are NaN.
-        RuntimeError: a second derivative. From the backend: ranks whose shapes differ, a rank that has failed, or one that does not call
-            within the group's timeout.
+        RuntimeError: a second derivative. From the backend: ranks whose shapes differ, a rank that has failed, or one
+            that does not call within the group's timeout.
 
     Formulas: with m_i, S_i, W_i the statistics of rank i, M = max m_i and d_i = (m_i - M) / T: S = sum exp(d_i) S_i and
     W = sum exp(d_i) (W_i + d_i S_i), merged in float64 in the order of the ranks (Milakov and Gimelshein,

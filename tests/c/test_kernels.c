@@ -270,6 +270,26 @@ static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
     destroy(&first);
 }
 
+/* 1 / T^2 is beyond float32: where it meets a 0, the gradient must not become NaN. */
+static void test_low_temperature(memlean_dtype dtype)
+{
+    const float single = 1e-30f;
+    const double twice = 1e-300;
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        problem q;
+        memlean_isa_select(isa);
+        make(&q, dtype, FLAT, 2049, 1);
+        q.params.temperature = dtype == MEMLEAN_F64 ? (const void *)&twice : (const void *)&single;
+        run(&q, 0);
+        int64_t nans = 0;
+        for (int64_t i = 0; i < rows * q.params.vocab; i++)
+            nans += isnan(get(dtype, q.params.grad_logits, i)) != 0;
+        CHECK(nans == 0, "%s %s: %d columns", isa, dtype_names[dtype], (int)nans);
+        destroy(&q);
+    }
+}
+
 int main(void)
 {
     static const int64_t vocabs[] = {1, 2, 7, 31, 32, 33, 70, 2047, 2048, 2049, 4129, 32767, 32768, 32769, 70001};
@@ -277,6 +297,8 @@ int main(void)
         for (int kind = 0; kind < FAMILIES; kind++)
             for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
                     test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
+        test_low_temperature((memlean_dtype)dtype);
     printf("%d passed, %d failed\n", checks - failures, failures);
     return failures != 0;
 }
