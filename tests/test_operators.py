@@ -45,7 +45,7 @@ OPTIONS = {
     "temperatures": lambda rows: {"temperature": torch.rand(rows) + 0.5},
     "row_mask": lambda rows: {"row_mask": torch.rand(rows) < 0.5},
     "ignore_index": lambda rows: {"ignore_index": 3},
-    "a shard": lambda rows: {"first_token": 4, "index_limit": 20},
+    "a shard": lambda rows: {"first_token": 0, "index_limit": 20},
 }
 
 
