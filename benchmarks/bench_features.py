@@ -89,9 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--threads", type=int, default=1, help="more than this machine has idle make the rows noise")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--csv", help="append rows to this file")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     isa = _ops.native.isa_active() if _ops.native else "no kernels"
     machine = f"{isa}, {torch.get_num_threads()} threads, torch {torch.__version__}, memlean {memlean.__version__}"
     print(f"{options.rows} rows of {options.vocab}; {machine}")

@@ -56,8 +56,7 @@ def measure(rank: int, ranks: int, store: str, options, answers) -> None:
     del log_p, logits
 
     def source():
-        # megatron-core subtracts the maximum in place when the logits are float32 already: give it a copy, and count
-        # that copy for both.
+        # A copy, since megatron-core overwrites logits that are float32 already, which is why it keeps nothing else then.
         return shard * 1
 
     implementations = {
