@@ -56,7 +56,7 @@ def measure(rank: int, ranks: int, store: str, options, answers) -> None:
     del log_p, logits
 
     def source():
-        # A copy, since megatron-core overwrites logits that are float32 already, which is why it keeps nothing else then.
+        # A copy: megatron-core overwrites logits that are float32 already, and keeps nothing else then.
         return shard * 1
 
     implementations = {

@@ -13,9 +13,9 @@ from memlean import selective_log_softmax, token_stats
 def bits(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        # One NaN is as good as another.
-        tensor = tensor.detach().masked_fill(tensor.isnan(), torch.nan).contiguous()
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        if tensor.is_floating_point():  # one NaN is as good as another
+            tensor = tensor.detach().masked_fill(tensor.isnan(), torch.nan)
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -247,7 +247,8 @@ static void finish_row(const params *p, int64_t row, int64_t offset, const ml_ro
     if (p->argmax)
         p->argmax[row] = valid ? first_maximum(p, offset, &state) : -1;
     if (p->statistics) {
-        store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max);
+        /* + 0: which of 0 and -0 is the maximum depends on the width of a vector. */
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max + 0.0);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, excess);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2, p->entropy ? mean_shift : 0);
     }

@@ -290,6 +290,24 @@ static void test_low_temperature(memlean_dtype dtype)
     }
 }
 
+/* The kept maximum of zeros of both signs has the same bits everywhere, wherever the signs stand. */
+static void test_signed_zeros(memlean_dtype dtype)
+{
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        for (int64_t minus = 0; minus < 70; minus++) {
+            problem q;
+            memlean_isa_select(isa);
+            make(&q, dtype, FLAT, 70, 1);
+            for (int64_t j = 0; j < 70; j++)
+                put(dtype, q.logits, j, j % 2 == 0 || j == minus ? -0.0 : 0.0);
+            run(&q, 0);
+            CHECK(!signbit(get(real(&q), q.statistics, 0)), "%s %s: -0 at %d", isa, dtype_names[dtype], (int)minus);
+            destroy(&q);
+        }
+    }
+}
+
 int main(void)
 {
     static const int64_t vocabs[] = {1, 2, 7, 31, 32, 33, 70, 2047, 2048, 2049, 4129, 32767, 32768, 32769, 70001};
@@ -297,8 +315,10 @@ int main(void)
         for (int kind = 0; kind < FAMILIES; kind++)
             for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
                     test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
-    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
         test_low_temperature((memlean_dtype)dtype);
+        test_signed_zeros((memlean_dtype)dtype);
+    }
     printf("%d passed, %d failed\n", checks - failures, failures);
     return failures != 0;
 }
