@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -92,8 +93,100 @@ def selective_log_softmax(
     return (logps, entropy) if return_entropy else logps
 
 
+class TokenStats(NamedTuple):
+    """What :func:`token_stats` returns; None for what was not wanted."""
+
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    argmax: Tensor | None = None
+    max: Tensor | None = None
+    sum_p2: Tensor | None = None
+
+
+def token_stats(
+    logits: Tensor,
+    index: Tensor | None = None,
+    *,
+    want: Sequence[str] = TokenStats._fields,
+    temperature: float | Tensor | None = None,
+    row_mask: Tensor | None = None,
+    ignore_index: int | None = None,
+    chunk_bytes: int | None = None,
+) -> TokenStats:
+    """Everything that one read of the logits gives, per row, keeping nothing the size of the vocabulary.
+
+    Equivalent to::
+
+        x = logits.float() / temperature
+        p = x.softmax(-1)
+        logp = x.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        entropy = -torch.special.xlogy(p, p).sum(-1)
+        logsumexp = x.logsumexp(-1)
+        argmax, max = logits.argmax(-1), logits.float().amax(-1)
+        sum_p2 = p.square().sum(-1)
+
+    ``logp``, ``entropy`` and ``logsumexp`` are differentiable; ``argmax`` (int64, the first of several), ``max`` and
+    ``sum_p2`` (the probability that two draws agree) are not.
+
+    Args:
+        logits: ``[..., vocab]``, as in :func:`selective_log_softmax`.
+        index: the chosen tokens, ``[...]`` or ``[..., K]``; None for no ``logp``.
+        want: the fields to compute, any of ``"logp", "entropy", "logsumexp", "argmax", "max", "sum_p2"``. ``argmax``
+            and ``sum_p2`` cost more than the others.
+        temperature, row_mask, ignore_index, chunk_bytes: as in :func:`selective_log_softmax`. A skipped row has 0 in
+            every field, and argmax -1.
+
+    Returns:
+        A :class:`TokenStats`, float32 (float64 for float64 logits) of shape ``logits.shape[:-1]``, ``logp`` of index's
+        shape; None for fields not wanted. A row with a NaN or +inf has NaN and argmax -1; so has a row of nothing but
+        -inf, with ``max`` and ``logsumexp`` -inf.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`selective_log_softmax`; ValueError also for an unknown field.
+    """
+    for name in want:
+        if name not in TokenStats._fields:
+            raise ValueError(f"want must name fields among {', '.join(TokenStats._fields)}, got {name!r}")
+    if index is None:
+        want = [name for name in want if name != "logp"]
+        index = _no_candidates(logits)
+    _check(logits, index)
+    logp, entropy, logsumexp, argmax, highest, sum_p2, _ = _TokenStats.apply(
+        logits,
+        index,
+        "entropy" in want,
+        "logsumexp" in want,
+        "argmax" in want or "sum_p2" in want,
+        None if temperature is None else _temperature_per_row(temperature, logits, index),
+        None if row_mask is None else _row_mask(row_mask, logits, index),
+        _ignore_index(ignore_index),
+        _chunk_bytes(chunk_bytes),
+    )
+    fields = TokenStats(logp, entropy, logsumexp, argmax, highest, sum_p2)
+    return TokenStats(**{name: field for name, field in fields._asdict().items() if name in want})
+
+
+def entropy_from_logits(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor | None = None,
+    row_mask: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """The entropy of each row, in nats; shapes, options and errors are those of :func:`selective_log_softmax`."""
+    options = {"temperature": temperature, "row_mask": row_mask, "chunk_bytes": chunk_bytes}
+    return selective_log_softmax(logits, _no_candidates(logits), return_entropy=True, **options)[1]
+
+
+def _no_candidates(logits: Tensor) -> Tensor | None:
+    """An index of shape ``[..., 0]``; what is no tensor of rows is left to the checks."""
+    rows = getattr(logits, "shape", ())[:-1]
+    return torch.empty((*rows, 0), dtype=torch.int64, device=getattr(logits, "device", None))
+
+
 class _Options(NamedTuple):
-    temperature: Tensor | None  # [1] or [...], of the results' dtype
+    temperature: Tensor | None  # [] or [...], of the results' dtype
     row_mask: Tensor | None  # [...], bool
     ignore_index: int | None
 
@@ -155,7 +248,7 @@ def _temperature_per_row(temperature: float | Tensor, logits: Tensor, index: Ten
             raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
         if not (0 < temperature < math.inf):
             raise ValueError(f"temperature must be finite and positive, got {temperature}")
-        return None if temperature == 1 else logits.new_full((1,), temperature, dtype=real)
+        return None if temperature == 1 else logits.new_full((), temperature, dtype=real)
     if temperature.is_complex() or temperature.dtype == torch.bool:
         raise TypeError(f"temperature must be a real number or tensor, got {temperature.dtype}")
     if temperature.requires_grad:
@@ -274,6 +367,98 @@ class _TransformedTokenLogprob(_TokenLogprob):
             row_mask = row_mask.contiguous()
         outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, temperature, row_mask, *rest)
         return outputs, (0, 0 if return_entropy else None, 0)
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, logits, index, entropy_wanted, logsumexp_wanted, extras, temperature, row_mask, ignore_index, chunk_bytes
+    ):
+        tokens = _as_int64(index)
+        options = (temperature, row_mask, ignore_index)
+        if extras:
+            logp, entropy, statistics, sum_p2, argmax = _ops.token_stats_forward(
+                logits, tokens, *options, chunk_bytes=chunk_bytes
+            )
+        else:
+            logp, entropy, statistics = _ops.token_logprob_forward(
+                logits, tokens, entropy_wanted, *options, chunk_bytes=chunk_bytes
+            )
+            sum_p2, argmax = logp.new_empty(0), tokens.new_empty(0)
+        if not entropy_wanted:
+            entropy = entropy.new_empty(0)
+        top, excess, _ = statistics.unbind(-1)
+        nothing = excess == -1  # nothing but -inf
+        highest = top.masked_fill(nothing, -torch.inf).masked_fill(excess.isnan(), torch.nan)
+        logsumexp = logp.new_empty(0)
+        if logsumexp_wanted:
+            scaled = highest.double() if temperature is None else highest.double() / temperature.expand(top.shape)
+            logsumexp = (scaled + excess.double().log1p()).to(top.dtype)
+        ctx.wanted = (entropy_wanted, logsumexp_wanted)
+        ctx.ignore_index, ctx.chunk_bytes = ignore_index, chunk_bytes
+        ctx.set_materialize_grads(False)
+        outputs = (logp, entropy, logsumexp, argmax, highest, sum_p2, statistics)
+        differentiable = (True, entropy_wanted, logsumexp_wanted, False, False, False, False)
+        ctx.mark_non_differentiable(*(x for x, yes in zip(outputs, differentiable, strict=True) if not yes))
+        ctx.save_for_backward(logits, index, statistics, temperature, row_mask)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy, grad_logsumexp, *_):
+        rest = (None,) * 8
+        # Compiled code passes an empty tensor for an output without elements.
+        grad_entropy, grad_logsumexp = (
+            grad if wanted else None for grad, wanted in zip((grad_entropy, grad_logsumexp), ctx.wanted, strict=True)
+        )
+        if grad_logp is None and grad_entropy is None and grad_logsumexp is None:
+            return None, *rest
+        logits, index, statistics, temperature, row_mask = ctx.saved_tensors
+        index = _as_int64(index)
+        grad_logp, grad_entropy, grad_logsumexp = (
+            None if grad is None else grad.to(statistics.dtype).contiguous()
+            for grad in (grad_logp, grad_entropy, grad_logsumexp)
+        )
+        options = (temperature, row_mask, ctx.ignore_index)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            gradient = reference.differentiable_gradient(
+                logits, index, grad_logp, grad_entropy, *options, grad_logsumexp=grad_logsumexp
+            )
+            return gradient, *rest
+        limit = 0
+        if grad_logsumexp is not None:
+            limit = logits.shape[-1] + 1
+            index, grad_logp, row_mask = _with_logsumexp(logits, index, grad_logp, grad_logsumexp, *options[1:])
+            options = (temperature, row_mask, None)
+        return _ops.token_logprob_backward(
+            logits,
+            index,
+            statistics,
+            grad_logp,
+            grad_entropy,
+            *options,
+            index_limit=limit,
+            chunk_bytes=ctx.chunk_bytes,
+        ), *rest
+
+
+def _with_logsumexp(logits, index, grad_logp, grad_logsumexp, row_mask, ignore_index):
+    """index, grad_logp and row_mask with one more candidate a row, whose gradient is that of logsumexp.
+
+    logp of a token y is x_y / T - logsumexp. For a token beyond the vocabulary the first term moves no logit, and what
+    is left, with the sign turned, is logsumexp.
+    """
+    beyond = logits.shape[-1]
+    rows = logits.shape[:-1]
+    tokens = index if index.dim() == logits.dim() else index.unsqueeze(-1)
+    upstream = grad_logsumexp.new_zeros(tokens.shape) if grad_logp is None else grad_logp.view(tokens.shape)
+    if ignore_index is not None:
+        ignored = tokens == ignore_index
+        if tokens.shape[-1] > 0:
+            read = ~ignored.all(-1)
+            row_mask = read if row_mask is None else row_mask & read
+        tokens, upstream = tokens.masked_fill(ignored, beyond), upstream.masked_fill(ignored, 0.0)
+    tokens = torch.cat((tokens, tokens.new_full((*rows, 1), beyond)), -1)
+    return tokens, torch.cat((upstream, -grad_logsumexp.unsqueeze(-1)), -1), row_mask
 
 
 def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):

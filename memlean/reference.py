@@ -70,8 +70,9 @@ def _check_temperature(temperature: Tensor | None) -> None:
         return
     bad = ~((temperature > 0) & temperature.isfinite())
     if bad.any():
-        position = bad.flatten().nonzero()[0].item()
-        raise ValueError(f"memlean: temperature must be finite and positive, which element {position} is not")
+        position = tuple(bad.nonzero()[0].tolist())
+        where = f"temperature[{', '.join(map(str, position))}]" if position else "temperature"
+        raise ValueError(f"memlean: {where} must be finite and positive, got {temperature[position].item():g}")
 
 
 @dataclass
@@ -120,7 +121,9 @@ def _flatten(
     inverse = None
     if temperature is not None:
         valid = (temperature > 0) & temperature.isfinite()
-        inverse = torch.where(valid, 1 / temperature, torch.nan).reshape(-1, 1)
+        # At most the largest finite number, so that 0 times it is 0.
+        inverse = (1 / temperature).clamp(max=torch.finfo(temperature.dtype).max)
+        inverse = torch.where(valid, inverse, torch.nan).reshape(-1, 1)
     return _Rows(columns.clamp(0, vocab - 1), (columns >= 0) & (columns < vocab), ignored, skipped, inverse)
 
 
@@ -142,10 +145,13 @@ def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
         row = flat.part(first, chunk.shape[0])
         x = chunk.to(real, copy=True, memory_format=torch.contiguous_format)
         top, where_top = x.max(-1, keepdim=True)
-        distance = x.gather(-1, row.index) - top
+        chosen = x.gather(-1, row.index)
         x.sub_(top)
-        if row.inverse_temperature is not None:
-            distance.mul_(row.inverse_temperature)
+        if row.inverse_temperature is None:
+            distance = chosen - top
+        else:
+            # By halves: the temperature may bring a difference beyond the largest number back.
+            distance = (chosen * 0.5 - top * 0.5) * row.inverse_temperature * 2
             x.mul_(row.inverse_temperature)
         mean_shift = torch.zeros_like(top)
         if return_entropy:
@@ -302,12 +308,13 @@ def differentiable_gradient(
     temperature: Tensor | None = None,
     row_mask: Tensor | None = None,
     ignore_index: int | None = None,
+    grad_logsumexp: Tensor | None = None,
 ) -> Tensor:
     """The same gradient as an expression that autograd can differentiate again; keeps tensors of the logits' size."""
     one_each = index.dim() == logits.dim() - 1
     chosen = index.unsqueeze(-1) if one_each else index
     g = grad_logp if grad_logp is None or not one_each else grad_logp.unsqueeze(-1)
-    h = None if grad_entropy is None else grad_entropy.unsqueeze(-1)
+    h, z = (None if grad is None else grad.unsqueeze(-1) for grad in (grad_entropy, grad_logsumexp))
     if ignore_index is not None:
         ignored = chosen == ignore_index
         chosen = chosen.masked_fill(ignored, 0)
@@ -316,10 +323,10 @@ def differentiable_gradient(
             read = ~ignored.all(-1)
             row_mask = read if row_mask is None else row_mask & read
     if row_mask is not None:
-        g, h = (None if grad is None else grad.masked_fill(~row_mask.unsqueeze(-1), 0.0) for grad in (g, h))
+        g, h, z = (None if grad is None else grad.masked_fill(~row_mask.unsqueeze(-1), 0.0) for grad in (g, h, z))
     # Rows without an upstream gradient get exact zeros, also where they hold a NaN. Elsewhere 0 times a number is 0
     # already, and keeps the derivative with respect to the upstream gradient.
-    unused = (torch.cat([upstream for upstream in (g, h) if upstream is not None], -1) == 0).all(-1, keepdim=True)
+    unused = (torch.cat([upstream for upstream in (g, h, z) if upstream is not None], -1) == 0).all(-1, keepdim=True)
     x = logits.to(real_dtype(logits.dtype))
     inverse = 1.0 if temperature is None else 1 / temperature.unsqueeze(-1)
     x = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0)
@@ -332,4 +339,6 @@ def differentiable_gradient(
         log_p = log_p.masked_fill(log_p.isneginf(), 0.0)  # 0 log 0 = 0
         entropy = -(p * log_p).sum(-1, keepdim=True)
         gradient = gradient - h * p * (log_p + entropy)
+    if z is not None:
+        gradient = gradient + z * p
     return (gradient * inverse).to(logits.dtype)

@@ -24,8 +24,8 @@ def seed():
 @pytest.fixture
 def generic_path(monkeypatch):
     """The functions of the generic path, called directly, so that tests see the operators inside them."""
-    monkeypatch.setattr(_ops, "token_logprob_forward", reference.token_logprob_forward)
-    monkeypatch.setattr(_ops, "token_logprob_backward", reference.token_logprob_backward)
+    for name in ("token_logprob_forward", "token_logprob_backward", "token_logprob_backward_", "token_stats_forward"):
+        monkeypatch.setattr(_ops, name, getattr(reference, name))
 
 
 @pytest.fixture(params=PATHS)

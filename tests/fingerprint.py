@@ -7,15 +7,15 @@ import hostile
 import torch
 from torch import Tensor
 
-from memlean import selective_log_softmax
+from memlean import selective_log_softmax, token_stats
 
 
 def bits(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        # One NaN is as good as another.
-        tensor = tensor.detach().masked_fill(tensor.isnan(), torch.nan).contiguous()
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        if tensor.is_floating_point():  # one NaN is as good as another
+            tensor = tensor.detach().masked_fill(tensor.isnan(), torch.nan)
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -39,6 +39,15 @@ def fingerprints() -> dict[str, str]:
             index = hostile.telling_index(logits)
             hashes[f"{dtype} {vocab}"] = bits(*results(logits, index))
             hashes[f"{dtype} {vocab} logps alone"] = bits(selective_log_softmax(logits, index))
+            if vocab == 1:
+                continue
+            for temperature in (0.3, torch.linspace(0.1, 5, len(logits))):
+                kind = "a temperature" if isinstance(temperature, float) else "temperatures"
+                hashes[f"{dtype} {vocab} {kind}"] = bits(*results(logits, index, temperature=temperature))
+            row_mask, ignored = torch.arange(len(logits)) % 3, index.where(index != 0, -100)
+            hashes[f"{dtype} {vocab} masked"] = bits(
+                *results(logits, ignored, row_mask=row_mask, ignore_index=-100), *token_stats(logits, index)
+            )
     return hashes
 
 

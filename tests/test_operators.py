@@ -1,4 +1,4 @@
-"""torch's own check of the two operators: schema, fakes, dispatch, dynamic shapes."""
+"""torch's own check of the operators: schema, fakes, dispatch, dynamic shapes."""
 
 import hostile
 import pytest
@@ -38,3 +38,25 @@ def test_opcheck_backward(name, use):
     logps, entropy, statistics = _ops.token_logprob_forward(logits, index, True)
     upstream = [torch.randn_like(x) if used else None for x, used in zip((logps, entropy), use, strict=True)]
     torch.library.opcheck(_ops.token_logprob_backward, (logits, index, statistics, *upstream))
+
+
+OPTIONS = {
+    "one temperature": lambda rows: {"temperature": torch.tensor(0.7)},
+    "temperatures": lambda rows: {"temperature": torch.rand(rows) + 0.5},
+    "row_mask": lambda rows: {"row_mask": torch.rand(rows) < 0.5},
+    "ignore_index": lambda rows: {"ignore_index": 3},
+    "a shard": lambda rows: {"first_token": 0, "index_limit": 20},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["rows", "candidates", "no rows", "strided"])
+def test_opcheck_options(name, option):
+    logits, index = CASES[name]()
+    options = OPTIONS[option](logits.shape[:-1])
+    torch.library.opcheck(_ops.token_logprob_forward, (logits, index, True), options)
+    logps, entropy, statistics = _ops.token_logprob_forward(logits, index, True, **options)
+    upstream = (logits, index, statistics, logps.nan_to_num(), entropy)
+    torch.library.opcheck(_ops.token_logprob_backward, upstream, options)
+    if logits.is_contiguous():
+        torch.library.opcheck(_ops.token_logprob_backward_, upstream, options)

@@ -247,7 +247,8 @@ static void finish_row(const params *p, int64_t row, int64_t offset, const ml_ro
     if (p->argmax)
         p->argmax[row] = valid ? first_maximum(p, offset, &state) : -1;
     if (p->statistics) {
-        store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max);
+        /* + 0: which of 0 and -0 is the maximum depends on the width of a vector. */
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max + 0.0);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, excess);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2, p->entropy ? mean_shift : 0);
     }
@@ -362,18 +363,27 @@ static double chosen_gradient(const params *p, const row_gradient *g, double x, 
     return (-ml_expm1(logp) * own - probability * rest) * g->scale.inverse_temperature;
 }
 
+static double within(double value, double highest)
+{
+    return value > highest ? highest : value < -highest ? -highest : value;
+}
+
 static void backward_segment(const params *p, int64_t row, const row_gradient *g, int64_t begin, int64_t end,
                              void *gradient)
 {
     ml_token_logprob_bwd_fn *kernel = ml_kernels()->token_logprob_bwd[p->dtype];
     const int64_t offset = row_offset(p, row), size = (int64_t)element_size(p->dtype);
     const double inverse = g->scale.inverse_temperature;
+    const double factor = g->inverse_sum * (g->grad_entropy * g->mean_shift - g->grad_logp);
+    const double slope = -g->inverse_sum * g->grad_entropy;
+    /* A very low temperature must not make them infinite: 0 * infinity is NaN. */
+    const double highest = p->dtype == MEMLEAN_F64 ? DBL_MAX : (double)FLT_MAX;
     const ml_row_gradient factors = {
         .max = g->max,
-        .factor = g->inverse_sum * (g->grad_entropy * g->mean_shift - g->grad_logp) * inverse,
-        .slope = -g->inverse_sum * g->grad_entropy * inverse * inverse,
+        .factor = within(factor * inverse, highest),
+        .slope = within(slope * inverse * inverse, highest),
     };
-    if (!isfinite(factors.factor) || !isfinite(factors.slope)) { /* a NaN row, or upstream gradients that are not finite */
+    if (!isfinite(factor) || !isfinite(slope)) { /* a NaN row, or upstream gradients that are not finite */
         for (int64_t j = begin; j < end; j++)
             store(p->dtype, gradient, j - begin, NAN);
         return;

@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits,
                                                            bool extras, const Options &options)
 {
     memlean_token_logprob_params params = memlean::describe(logits, index, options);
-    memlean::check(params, index);
+    memlean::check(params, index, options);
     const ScalarType real = memlean::real_of(logits);
     std::vector<int64_t> rows(params.row_sizes, params.row_sizes + params.row_dims), none{0}, kept = rows;
     kept.push_back(MEMLEAN_STATISTICS);
@@ -102,7 +102,7 @@ void backward(const Tensor &logits, const Tensor &index, const Tensor &statistic
     memlean_token_logprob_params params = memlean::describe(logits, index, options);
     const ScalarType real = memlean::real_of(logits);
     params.grad_logits = grad_logits.data_ptr();
-    memlean::check(params, index);
+    memlean::check(params, index, options);
     params.statistics = const_cast<void *>(
         memlean::rowwise(statistics, real, params.rows * MEMLEAN_STATISTICS, "statistics"));
     if (grad_logp)

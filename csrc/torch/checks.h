@@ -1,6 +1,7 @@
 // From torch's tensors to memlean's params, with every check that has to happen before anything is written.
 #pragma once
 
+#include <cstdio>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -45,14 +46,15 @@ inline ScalarType real_of(const Tensor &logits)
     return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline std::string where(const Tensor &tensor, int64_t position)
+// "name[i, j]" for the element at a flat position.
+inline std::string where(const std::string &name, const Tensor &tensor, int64_t position)
 {
     std::string text;
     for (int64_t d = tensor.dim() - 1; d >= 0; d--) {
         text = std::to_string(position % tensor.size(d)) + (text.empty() ? "" : ", ") + text;
         position /= tensor.size(d);
     }
-    return text.empty() ? "index" : "index[" + text + "]";
+    return text.empty() ? name : name + "[" + text + "]";
 }
 
 // A row-wise input: contiguous, of the given dtype, with `count` numbers.
@@ -71,20 +73,26 @@ struct Options {
     int64_t first_token, index_limit; // index_limit 0: the vocabulary of logits
 };
 
-inline void check(const memlean_token_logprob_params &params, const Tensor &index)
+inline void check(const memlean_token_logprob_params &params, const Tensor &index, const Options &options)
 {
     int64_t position = 0;
     const memlean_status status = memlean_token_logprob_check(&params, &position);
     if (status == MEMLEAN_EINDEX) {
         const int64_t value = params.index[position];
-        std::string message = "memlean: " + where(index, position) + " is " + std::to_string(value) +
+        std::string message = "memlean: " + where("index", index, position) + " is " + std::to_string(value) +
                               ", expected 0 <= index < " + std::to_string(params.index_limit) + " (the vocabulary)";
         if (value == -100)
             message += "; -100 marks ignored labels: pass ignore_index=-100 to mask them";
         throw std::out_of_range(message);
     }
-    require(status != MEMLEAN_ETEMPERATURE,
-            "temperature must be finite and positive, which element " + std::to_string(position) + " is not");
+    if (status == MEMLEAN_ETEMPERATURE) {
+        const double value = params.dtype == MEMLEAN_F64
+                                 ? static_cast<const double *>(params.temperature)[position]
+                                 : static_cast<double>(static_cast<const float *>(params.temperature)[position]);
+        char got[32];
+        std::snprintf(got, sizeof got, "%g", value);
+        require(false, where("temperature", *options.temperature, position) + " must be finite and positive, got " + got);
+    }
     require(status == MEMLEAN_OK, memlean_status_string(status));
 }
 

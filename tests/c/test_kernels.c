@@ -442,6 +442,44 @@ static void test_upstream_not_finite(const char *isa)
     destroy(&q);
 }
 
+/* 1 / T^2 is beyond float32: where it meets a 0, the gradient must not become NaN. */
+static void test_low_temperature(memlean_dtype dtype)
+{
+    const float single = 1e-30f;
+    const double twice = 1e-300;
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        problem q;
+        memlean_isa_select(isa);
+        make(&q, dtype, FLAT, 2049, 1);
+        q.params.temperature = dtype == MEMLEAN_F64 ? (const void *)&twice : (const void *)&single;
+        run(&q, 0);
+        int64_t nans = 0;
+        for (int64_t i = 0; i < rows * q.params.vocab; i++)
+            nans += isnan(get(dtype, q.params.grad_logits, i)) != 0;
+        CHECK(nans == 0, "%s %s: %d columns", isa, dtype_names[dtype], (int)nans);
+        destroy(&q);
+    }
+}
+
+/* The kept maximum of zeros of both signs has the same bits everywhere, wherever the signs stand. */
+static void test_signed_zeros(memlean_dtype dtype)
+{
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        for (int64_t minus = 0; minus < 70; minus++) {
+            problem q;
+            memlean_isa_select(isa);
+            make(&q, dtype, FLAT, 70, 1);
+            for (int64_t j = 0; j < 70; j++)
+                put(dtype, q.logits, j, j % 2 == 0 || j == minus ? -0.0 : 0.0);
+            run(&q, 0);
+            CHECK(!signbit(get(real(&q), q.statistics, 0)), "%s %s: -0 at %d", isa, dtype_names[dtype], (int)minus);
+            destroy(&q);
+        }
+    }
+}
+
 /* ---- Refusals ----------------------------------------------------------------------------------------------------- */
 
 static memlean_status check(const problem *q)
@@ -492,7 +530,11 @@ int main(void)
     for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
         for (int kind = 0; kind < FAMILIES; kind++)
             for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
-                    test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
+                test_problem((memlean_dtype)dtype, (family)kind, vocabs[v]);
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
+        test_low_temperature((memlean_dtype)dtype);
+        test_signed_zeros((memlean_dtype)dtype);
+    }
     const char *isa;
     for (int level = 0; (isa = memlean_isa_available(level)); level++) {
         memlean_isa_select(isa);
