@@ -104,16 +104,18 @@ def test_no_full_copy_of_strided_logits(layout, each_path):
     logits = BIG_LAYOUTS[layout]()
     index = torch.zeros(logits.shape[:-1], dtype=torch.long)
     budget = 2 * MIB  # of the generic path, which holds up to three chunks at a time
+    # Beside that, room for what the heap keeps and for the counters' own error; a full copy has 36 MiB or more.
+    allowed = (8 if each_path == "native" else 24) * MIB
 
     def forward(x):
         return selective_log_softmax(x, index, return_entropy=True, chunk_bytes=budget)
 
     selective_log_softmax(logits[:1], index[:1], return_entropy=True)  # whatever is set up on the first call
-    assert peak_growth(lambda: forward(logits)) <= (2 if each_path == "native" else 12) * MIB
+    assert peak_growth(lambda: forward(logits)) <= allowed
 
     # Backward makes the gradient, and nothing else of its size.
     leaf = logits.detach().requires_grad_()
     loss = sum(x.sum() for x in forward(leaf))
     gradient_bytes = logits.numel() * logits.element_size()
     growth = peak_growth(lambda: torch.autograd.grad(loss, leaf))
-    assert gradient_bytes / 2 < growth <= gradient_bytes + (4 if each_path == "native" else 12) * MIB
+    assert gradient_bytes / 2 < growth <= gradient_bytes + allowed
