@@ -100,8 +100,8 @@ class _VocabParallelTokenLogprob(torch.autograd.Function):
         tokens = functional._as_int64(index)
         ignored = None if ignore_index is None else tokens == ignore_index
         row_mask = _rows_to_read(row_mask, ignored, logits.dim())
-        merged = _gather(logits, tokens, return_entropy, temperature, row_mask, group, begin, end)
-        statistics, chosen, vocab, agreed = _merge(*merged, temperature, logits.device)
+        gathered = _gather(logits, tokens, return_entropy, temperature, row_mask, group, begin, end)
+        statistics, chosen, vocab, agreed = _merge(*gathered, temperature)
         if logits.device.type == "cpu":
             reference.check_index(index, int(vocab), ignore_index)
 
@@ -190,7 +190,7 @@ def _gather(logits, tokens, return_entropy, temperature, row_mask, group, begin,
     return headers, statistics.reshape(ranks, *rows, reference.STATISTICS), chosen.reshape(ranks, *candidates.shape)
 
 
-def _merge(headers, statistics, chosen, temperature, device):
+def _merge(headers, statistics, chosen, temperature):
     """The statistics of the whole rows, their chosen logits, the vocabulary's size, and whether the ranks fit together.
 
     In float64. On the CPU, ranks that do not fit together raise.
@@ -200,7 +200,7 @@ def _merge(headers, statistics, chosen, temperature, device):
     covered = (begins[0] == 0) & (begins[1:] == ends[:-1]).all()
     equal = (headers[:, 2:] == headers[:1, 2:]).all(0)
     agreed = covered & equal.all()
-    if device.type == "cpu" and not agreed:
+    if headers.device.type == "cpu" and not agreed:
         _refuse(headers, equal.tolist())
 
     top, excess, mean_shift = statistics.unbind(-1)
