@@ -58,9 +58,10 @@ test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest
 
 check: $(VENV)/memlean
-	$(BIN)/pip install -q ruff
+	$(BIN)/pip install -q ruff clang-format==20.1.8
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp')
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info memlean/*.so

@@ -1,4 +1,4 @@
-/* The four dtypes of one instruction set. Included with ML_ISA, its float vectors' prefix ML_V32(op) and ML_VECTORS32. */
+/* The four dtypes of one instruction set. Included with ML_ISA, ML_V32(op) for its float vectors, and ML_VECTORS32. */
 #include <stdint.h>
 
 #include "generic/vector_array_f64.h"

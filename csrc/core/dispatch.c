@@ -13,12 +13,9 @@ static int always(void)
 enum { level_generic, level_avx2, level_avx512, level_count }; /* lowest first */
 
 static const ml_kernel_table levels[level_count] = {
-    [level_generic].isa = "generic",
-    [level_generic].runs_here = always,
-    [level_avx2].isa = "avx2",
-    [level_avx2].runs_here = ml_cpu_has_avx2,
-    [level_avx512].isa = "avx512",
-    [level_avx512].runs_here = ml_cpu_has_avx512,
+    [level_generic].isa = "generic", [level_generic].runs_here = always,
+    [level_avx2].isa = "avx2",       [level_avx2].runs_here = ml_cpu_has_avx2,
+    [level_avx512].isa = "avx512",   [level_avx512].runs_here = ml_cpu_has_avx512,
 #define ML_KERNEL(op, pass, dtype, dtype_enum, isa) \
     [level_##isa].op##_##pass[dtype_enum] = ml_##op##_##pass##_##dtype##__##isa,
 #include "../arch/kernels.def"

@@ -120,7 +120,8 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
         return MEMLEAN_EARGUMENT;
     if (p->first_token < 0 || p->index_limit < p->vocab || p->first_token > p->index_limit - p->vocab)
         return MEMLEAN_EARGUMENT;
-    if (p->grad_logits == p->logits && p->logits && (p->vocab_stride != 1 || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
+    if (p->grad_logits == p->logits && p->logits &&
+        (p->vocab_stride != 1 || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
         return MEMLEAN_EARGUMENT;
     int64_t rows = 1;
     for (int d = 0; d < p->row_dims; d++) {

@@ -23,9 +23,10 @@
 #define ML_UNLIKELY(condition) (condition)
 #endif
 
-/* ---- exp(-u) in float: constants of exp_tpl.h --------------------------------------------------------------------- */
+/* ---- exp(-u) in float: constants of exp_tpl.h -------------------------------------------------------------------- */
 
-/* Largest u / T: exp is 0 beyond, which also keeps -inf and masking constants (-1e30) harmless, and no result is denormal. */
+/* Largest u / T: exp is 0 beyond, which also keeps -inf and masking constants (-1e30) harmless, and no result is
+ * denormal. */
 #define ML_EXPF_LIMIT 87.25f
 #define ML_EXPF_EIGHTHS 0x1.71547652b82fep+3 /* 8 / ln 2 */
 /* 1.5 * 2^23: adding it rounds to an integer n and leaves n in the low bits. */
@@ -37,7 +38,7 @@
 /* 2^(i/8) as bits, less i << 20, so that adding n << 20 puts floor(n / 8) into the exponent. */
 #define ML_EXPF_TABLE 0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7
 
-/* ---- exp in double ------------------------------------------------------------------------------------------------ */
+/* ---- exp in double ----------------------------------------------------------------------------------------------- */
 
 #define ML_EXP_LOG2E 0x1.71547652b82fep+0
 #define ML_EXP_LN2_HI 0x1.62e42feep-1 /* 32 bits, so that n * LN2_HI is exact */
@@ -128,7 +129,7 @@ static inline double ml_log1p(double d)
     return k * ML_EXP_LN2_HI + (2.0 * s + (2.0 * s * series + (k * ML_EXP_LN2_LO + lost)));
 }
 
-/* ---- dtypes ------------------------------------------------------------------------------------------------------- */
+/* ---- dtypes ------------------------------------------------------------------------------------------------------ */
 
 static inline float ml_bits_to_float(uint32_t bits)
 {

@@ -11,9 +11,9 @@
  *     ML_VECTORS      vectors per chunk
  * and all undefined again at the end.
  *
- * A chunk is always 32 columns, held as 32 lanes whatever the width of a vector, and column j of every chunk goes to the
- * same lane on every instruction set: that, fused multiply-add everywhere and sums in a fixed order give the same bits
- * on all of them.
+ * A chunk is always 32 columns, held as 32 lanes whatever the width of a vector, and column j of every chunk goes to
+ * the same lane on every instruction set: that, fused multiply-add everywhere and sums in a fixed order give the same
+ * bits on all of them.
  */
 
 /* Columns between two flushes of the lanes (sums in ML_REAL) into the row's sums in double. */
@@ -38,10 +38,10 @@ typedef struct {
 } ML_NAME(row);
 
 /*
- * One vector of u = max - y, any values: e = exp(-u / T), 0 beyond the limit, where u becomes the limit so that u * e is 0 and
- * not infinity * 0; NaN where u is NaN. Within the limit, the bits of the plain exp.
+ * One vector of u = max - y, any values: e = exp(-u / T), 0 beyond the limit, where u becomes the limit so that u * e
+ * is 0 and not infinity * 0; NaN where u is NaN. Within the limit, the bits of the plain exp.
  */
-static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) *u, const ML_NAME(row) *row)
+static inline ML_V(t) ML_NAME(careful_exp)(ML_V(t) * u, const ML_NAME(row) * row)
 {
     const ML_V(t) clamped = ML_V(min)(row->limit, *u);
     const ML_V(t) e = ML_V(zero_above)(ML_V(exp)(clamped, row->rate), *u, row->limit);
@@ -54,7 +54,7 @@ typedef struct {
     ML_V(t) e[ML_VECTORS], ue[ML_VECTORS], ee[ML_VECTORS];
 } ML_NAME(lanes);
 
-ML_ALWAYS_INLINE void ML_NAME(add)(ML_NAME(lanes) *sums, int v, ML_V(t) e, ML_V(t) u, const int wanted)
+ML_ALWAYS_INLINE void ML_NAME(add)(ML_NAME(lanes) * sums, int v, ML_V(t) e, ML_V(t) u, const int wanted)
 {
     if (wanted & MEMLEAN_WANT_SHIFTED)
         sums->ue[v] = ML_V(fnma)(e, u, sums->ue[v]);
@@ -63,11 +63,11 @@ ML_ALWAYS_INLINE void ML_NAME(add)(ML_NAME(lanes) *sums, int v, ML_V(t) e, ML_V(
 }
 
 /*
- * Adds the chunk y to the lanes and returns 0, or returns 1 and adds nothing if a column is above the maximum. With `count`,
- * columns equal to the maximum are counted there instead of being added: next to a 1, a lane would lose what decides log S
- * of a peaked row.
+ * Adds the chunk y to the lanes and returns 0, or returns 1 and adds nothing if a column is above the maximum. With
+ * `count`, columns equal to the maximum are counted there instead of being added: next to a 1, a lane would lose what
+ * decides log S of a peaked row.
  */
-ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], const ML_NAME(row) *row, ML_NAME(lanes) *sums,
+ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], const ML_NAME(row) * row, ML_NAME(lanes) * sums,
                                         const int wanted, int64_t *const count)
 {
     ML_V(t) u[ML_VECTORS];
@@ -95,7 +95,7 @@ ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], const ML_NA
     return 0;
 }
 
-ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) *sums, const int wanted, memlean_row_state *state)
+ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) * sums, const int wanted, memlean_row_state *state)
 {
     state->sum += ML_V(sum)(sums->e);
     if (wanted & MEMLEAN_WANT_SHIFTED)
@@ -104,7 +104,7 @@ ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) *sums, const int wante
         state->squares += ML_V(sum)(sums->ee);
 }
 
-ML_ALWAYS_INLINE void ML_NAME(start)(ML_NAME(lanes) *sums, ML_NAME(row) *row, const ml_row_scale *scale, double max)
+ML_ALWAYS_INLINE void ML_NAME(start)(ML_NAME(lanes) * sums, ML_NAME(row) * row, const ml_row_scale *scale, double max)
 {
     row->max = ML_V(set1)((ML_REAL)max);
     row->rate = ML_V(set1)((ML_REAL)scale->rate);
@@ -180,7 +180,7 @@ void ML_NAME(fwd)(const void *x, int64_t n, const ml_row_scale *scale, int wante
 }
 
 /* y becomes the gradient. */
-ML_ALWAYS_INLINE void ML_NAME(bwd_chunk)(ML_V(t) y[ML_VECTORS], const ML_NAME(row) *row, ML_V(t) factor, ML_V(t) slope,
+ML_ALWAYS_INLINE void ML_NAME(bwd_chunk)(ML_V(t) y[ML_VECTORS], const ML_NAME(row) * row, ML_V(t) factor, ML_V(t) slope,
                                          const int entropy)
 {
     ML_V(t) u[ML_VECTORS];

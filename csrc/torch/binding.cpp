@@ -1,4 +1,5 @@
-// memlean's torch operators on the CPU, and the Python module memlean._C. No arithmetic here: checks, allocation, a call.
+// memlean's torch operators on the CPU, and the Python module memlean._C. No arithmetic here: checks, allocation, a
+// call.
 #include <algorithm>
 #include <atomic>
 #include <optional>
@@ -10,7 +11,8 @@
 
 #include "checks.h"
 
-namespace {
+namespace
+{
 
 using memlean::Options;
 using memlean::ScalarType;
@@ -19,8 +21,8 @@ using torch::stable::new_empty;
 
 bool hugepages_wanted = true;
 
-// Calls f(begin, end) on all of [0, items), each item worth `elements` logits. Threads take the next piece when they are
-// done with one: masked rows take no time, and stand together. The results do not depend on who computes what.
+// Calls f(begin, end) on all of [0, items), each item worth `elements` logits. Threads take the next piece when they
+// are done with one: masked rows take no time, and stand together. The results do not depend on who computes what.
 template <class F> void in_parallel(int64_t items, int64_t elements, const F &f)
 {
     const int64_t piece = std::max<int64_t>(1, MEMLEAN_SEGMENT / std::max<int64_t>(1, elements));
@@ -41,9 +43,8 @@ void run_forward(const memlean_token_logprob_params &params)
     const int64_t segments = memlean_token_logprob_segments(params.vocab);
     const int64_t few_rows = 8 * static_cast<int64_t>(torch::stable::get_num_threads());
     if (segments == 1 || params.rows >= few_rows) {
-        in_parallel(params.rows, params.vocab, [&](int64_t begin, int64_t end) {
-            memlean_token_logprob_forward(&params, begin, end);
-        });
+        in_parallel(params.rows, params.vocab,
+                    [&](int64_t begin, int64_t end) { memlean_token_logprob_forward(&params, begin, end); });
     } else {
         std::vector<memlean_row_state> states(static_cast<size_t>(params.rows * segments));
         in_parallel(params.rows * segments, MEMLEAN_SEGMENT, [&](int64_t begin, int64_t end) {
@@ -53,8 +54,8 @@ void run_forward(const memlean_token_logprob_params &params)
     }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits, const Tensor &index, bool return_entropy,
-                                                           bool extras, const Options &options)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits, const Tensor &index,
+                                                           bool return_entropy, bool extras, const Options &options)
 {
     memlean_token_logprob_params params = memlean::describe(logits, index, options);
     memlean::check(params, index, options);
@@ -96,15 +97,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_stats_forward(Tensor lo
     return forward(logits, index, true, true, {temperature, row_mask, ignore_index, 0, 0});
 }
 
-void backward(const Tensor &logits, const Tensor &index, const Tensor &statistics, const std::optional<Tensor> &grad_logp,
-              const std::optional<Tensor> &grad_entropy, const Options &options, const Tensor &grad_logits)
+void backward(const Tensor &logits, const Tensor &index, const Tensor &statistics,
+              const std::optional<Tensor> &grad_logp, const std::optional<Tensor> &grad_entropy, const Options &options,
+              const Tensor &grad_logits)
 {
     memlean_token_logprob_params params = memlean::describe(logits, index, options);
     const ScalarType real = memlean::real_of(logits);
     params.grad_logits = grad_logits.data_ptr();
     memlean::check(params, index, options);
-    params.statistics = const_cast<void *>(
-        memlean::rowwise(statistics, real, params.rows * MEMLEAN_STATISTICS, "statistics"));
+    params.statistics =
+        const_cast<void *>(memlean::rowwise(statistics, real, params.rows * MEMLEAN_STATISTICS, "statistics"));
     if (grad_logp)
         params.grad_logp = memlean::rowwise(*grad_logp, real, params.rows * params.candidates, "grad_logp");
     if (grad_entropy)
@@ -112,9 +114,8 @@ void backward(const Tensor &logits, const Tensor &index, const Tensor &statistic
     if (hugepages_wanted && params.grad_logits != params.logits)
         memlean_advise_hugepages(params.grad_logits, static_cast<size_t>(grad_logits.numel()) * logits.element_size());
     in_parallel(params.rows * memlean_token_logprob_segments(params.vocab),
-                std::min<int64_t>(params.vocab, MEMLEAN_SEGMENT), [&](int64_t begin, int64_t end) {
-                    memlean_token_logprob_backward(&params, begin, end);
-                });
+                std::min<int64_t>(params.vocab, MEMLEAN_SEGMENT),
+                [&](int64_t begin, int64_t end) { memlean_token_logprob_backward(&params, begin, end); });
 }
 
 Tensor token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,

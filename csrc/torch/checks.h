@@ -12,7 +12,8 @@
 
 #include "../memlean.h"
 
-namespace memlean {
+namespace memlean
+{
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -61,8 +62,8 @@ inline std::string where(const std::string &name, const Tensor &tensor, int64_t 
 inline const void *rowwise(const Tensor &tensor, ScalarType dtype, int64_t count, const char *name)
 {
     require(tensor.is_cpu() && tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == count,
-            std::string(name) + " must be contiguous, on the CPU, of the documented dtype, with " + std::to_string(count) +
-                " elements, got " + std::to_string(tensor.numel()));
+            std::string(name) + " must be contiguous, on the CPU, of the documented dtype, with " +
+                std::to_string(count) + " elements, got " + std::to_string(tensor.numel()));
     return tensor.data_ptr();
 }
 
@@ -91,13 +92,14 @@ inline void check(const memlean_token_logprob_params &params, const Tensor &inde
                                  : static_cast<double>(static_cast<const float *>(params.temperature)[position]);
         char got[32];
         std::snprintf(got, sizeof got, "%g", value);
-        require(false, where("temperature", *options.temperature, position) + " must be finite and positive, got " + got);
+        require(false,
+                where("temperature", *options.temperature, position) + " must be finite and positive, got " + got);
     }
     require(status == MEMLEAN_OK, memlean_status_string(status));
 }
 
-// `index` is contiguous int64 of shape [...] or [..., candidates]. The arguments must outlive the result, which points into
-// them.
+// `index` is contiguous int64 of shape [...] or [..., candidates]. The arguments must outlive the result, which points
+// into them.
 inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor &index, const Options &options)
 {
     const int64_t dims = logits.dim();
@@ -125,12 +127,12 @@ inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor 
     params.has_ignore_index = options.ignore_index.has_value();
     params.ignore_index = options.ignore_index.value_or(0);
     if (options.row_mask)
-        params.row_mask = static_cast<const uint8_t *>(
-            rowwise(*options.row_mask, ScalarType::Bool, params.rows, "row_mask"));
+        params.row_mask =
+            static_cast<const uint8_t *>(rowwise(*options.row_mask, ScalarType::Bool, params.rows, "row_mask"));
     if (options.temperature) {
         params.temperature_step = options.temperature->numel() == 1 ? 0 : 1;
-        params.temperature = rowwise(*options.temperature, real_of(logits),
-                                     params.temperature_step ? params.rows : 1, "temperature");
+        params.temperature =
+            rowwise(*options.temperature, real_of(logits), params.temperature_step ? params.rows : 1, "temperature");
     }
     return params;
 }

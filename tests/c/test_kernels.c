@@ -1,6 +1,6 @@
 /*
- * Every kernel of kernels.def at every level of this CPU, through the public interface: against a long double oracle, and
- * bit for bit against the generic level.
+ * Every kernel of kernels.def at every level of this CPU, through the public interface: against a long double oracle,
+ * and bit for bit against the generic level.
  */
 #include <float.h>
 #include <math.h>
@@ -13,15 +13,15 @@
 
 static int failures, checks;
 
-#define CHECK(condition, ...)                                    \
-    do {                                                         \
-        checks++;                                                \
-        if (!(condition)) {                                      \
-            failures++;                                          \
+#define CHECK(condition, ...)                                      \
+    do {                                                           \
+        checks++;                                                  \
+        if (!(condition)) {                                        \
+            failures++;                                            \
             printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            printf(__VA_ARGS__);                                 \
-            printf("\n");                                        \
-        }                                                        \
+            printf(__VA_ARGS__);                                   \
+            printf("\n");                                          \
+        }                                                          \
     } while (0)
 
 /* ---- Inputs ----------------------------------------------------------------------------------------------------- */
@@ -83,7 +83,8 @@ static double get(memlean_dtype dtype, const void *data, int64_t i)
     return (double)(dtype == MEMLEAN_BF16 ? ml_bf16_to_float(bits) : ml_f16_to_float(bits));
 }
 
-/* ---- A problem: rows of one family, their results and gradient ---------------------------------------------------- */
+/* ---- A problem: rows of one family, their results and gradient ----------------------------------------------------
+ */
 
 enum { rows = 3, candidates = 2 };
 
@@ -171,7 +172,8 @@ static void run(problem *q, int split)
     }
 }
 
-/* ---- Against long double ------------------------------------------------------------------------------------------ */
+/* ---- Against long double ------------------------------------------------------------------------------------------
+ */
 
 static void compare_with_oracle(const problem *q, const char *label)
 {
@@ -225,24 +227,26 @@ static void compare_with_oracle(const problem *q, const char *label)
             /* One rounding to the dtype, the arithmetic's own error (x - m is rounded to |t| ulps), and underflow. */
             const long double distance = isinf(t) ? 0 : fabsl(t), epsilon = is_double ? 0x1p-44L : 0x1p-21L;
             const long double bound = fabsl(expected) * (long double)roundings[p->dtype] * 1.01L +
-                                      probability * (fabsl(total) + h * (1 + distance)) * (1 + distance) * epsilon + 0x1p-50L * is_double +
-                                      (p->dtype == MEMLEAN_F16 ? 6e-8L : 2e-38L);
+                                      probability * (fabsl(total) + h * (1 + distance)) * (1 + distance) * epsilon +
+                                      0x1p-50L * is_double + (p->dtype == MEMLEAN_F16 ? 6e-8L : 2e-38L);
             if (!(error <= bound) || j == 0) {
-                CHECK(error <= bound, "%s: row %d column %d: gradient %.9g, expected %.9Lg", label, (int)row, (int)j, got,
-                      expected);
+                CHECK(error <= bound, "%s: row %d column %d: gradient %.9g, expected %.9Lg", label, (int)row, (int)j,
+                      got, expected);
             }
         }
     }
 }
 
-/* ---- The same bits ------------------------------------------------------------------------------------------------ */
+/* ---- The same bits ------------------------------------------------------------------------------------------------
+ */
 
 static void compare_bits(const problem *a, const problem *b, const char *label)
 {
     CHECK(!memcmp(a->logp, b->logp, sizeof a->logp), "%s: logp", label);
     CHECK(!memcmp(a->entropy, b->entropy, sizeof a->entropy), "%s: entropy", label);
     CHECK(!memcmp(a->statistics, b->statistics, sizeof a->statistics), "%s: statistics", label);
-    CHECK(!memcmp(a->params.grad_logits, b->params.grad_logits, (size_t)(rows * a->params.vocab) * sizes[a->params.dtype]),
+    CHECK(!memcmp(a->params.grad_logits, b->params.grad_logits,
+                  (size_t)(rows * a->params.vocab) * sizes[a->params.dtype]),
           "%s: gradient", label);
 }
 
@@ -270,7 +274,8 @@ static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
     destroy(&first);
 }
 
-/* ---- Options ------------------------------------------------------------------------------------------------------ */
+/* ---- Options ------------------------------------------------------------------------------------------------------
+ */
 
 /* The same problem in double, the reference for options: every path of it is compared with long double above. */
 static void test_temperature(const char *isa)
@@ -369,7 +374,8 @@ static void test_inplace(const char *isa)
         run(&q, 1);
         for (int64_t row = 0; row < rows; row++)
             CHECK(!memcmp((char *)q.logits + (size_t)(row * q.strides[0]) * sizes[dtype],
-                          (char *)plain.params.grad_logits + (size_t)(row * 40000) * sizes[dtype], 40000 * sizes[dtype]),
+                          (char *)plain.params.grad_logits + (size_t)(row * 40000) * sizes[dtype],
+                          40000 * sizes[dtype]),
                   "%s %s: row %d", isa, dtype_names[dtype], (int)row);
         q.params.grad_logits = NULL;
         destroy(&q);
@@ -480,7 +486,8 @@ static void test_signed_zeros(memlean_dtype dtype)
     }
 }
 
-/* ---- Refusals ----------------------------------------------------------------------------------------------------- */
+/* ---- Refusals -----------------------------------------------------------------------------------------------------
+ */
 
 static memlean_status check(const problem *q)
 {

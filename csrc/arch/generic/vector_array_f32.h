@@ -25,7 +25,8 @@ static inline array32_t array32_fnms(array32_t a, array32_t b, array32_t c)
 static inline array32_t array32_exp2_eighths(array32_t shifted)
 {
     static const uint32_t table[8] = {ML_EXPF_TABLE};
-    ML_EACH {
+    ML_EACH
+    {
         const uint32_t n = ml_float_to_bits(shifted.lane[i]);
         shifted.lane[i] = ml_bits_to_float(table[n & 7] + (n << 20));
     }

@@ -78,7 +78,8 @@ static inline ML_V(t) ML_V(zero_above)(ML_V(t) e, ML_V(t) u, ML_V(t) limit)
 /* e, with 0 where u is 0; adds their number to *count. */
 static inline ML_V(t) ML_V(drop_zero)(ML_V(t) e, ML_V(t) u, int64_t *count)
 {
-    ML_EACH {
+    ML_EACH
+    {
         *count += u.lane[i] == 0;
         e.lane[i] = u.lane[i] == 0 ? 0 : e.lane[i];
     }

@@ -134,8 +134,8 @@ static inline void avx512_load_bf16(const uint16_t *p, avx512_t y[2])
 }
 
 /*
- * A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. The only NaN that can
- * come is the processor's default one (core fills rows that are NaN as a whole), which rounding leaves a NaN.
+ * A bf16 in the high half of each 32-bit lane, rounded to nearest even; the low half is not cleared. The only NaN that
+ * can come is the processor's default one (core fills rows that are NaN as a whole), which rounding leaves a NaN.
  */
 static inline __m512i avx512_round_bf16(avx512_t y)
 {
