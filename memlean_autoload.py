@@ -25,7 +25,7 @@ class _AtImport:
             from memlean import _env
 
             try:
-                memlean.patch(*self.names, mask=_env.patch_mask())
+                memlean.patch(*self.names, mask=_env.patch_mask(), tp=_env.patch_tp())
             except (memlean.PatchError, TypeError, ValueError) as error:
                 if _env.patch_strict():
                     raise

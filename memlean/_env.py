@@ -10,6 +10,7 @@ MEMLEAN_CHUNK_BYTES        64 MiB   bytes of the largest temporary of the generi
 MEMLEAN_PATCH              none     comma-separated targets or fixes (``twinkle``, ``twinkle.report_logits``) that every
                                     Python process patches as soon as it imports them
 MEMLEAN_MASK               npu      npu or auto: the ``mask`` of that patch
+MEMLEAN_TP                 0        1: the ``tp`` of that patch
 MEMLEAN_STRICT             0        1: ``memlean.patch`` raises where it would refuse a fix with a warning
 MEMLEAN_DISABLE            0        1: patch nothing, and let what is patched run the original; read at every call
 ========================== ======== ==============================================================================
@@ -42,6 +43,10 @@ def patch_targets() -> list[str]:
 
 def patch_mask() -> str:
     return os.environ.get("MEMLEAN_MASK", "").strip() or "npu"
+
+
+def patch_tp() -> bool:
+    return _flag("MEMLEAN_TP", False)
 
 
 def patch_strict() -> bool:

@@ -350,7 +350,8 @@ class _State:
 _lock = threading.RLock()
 _states: dict[str, _State] = {}
 _slots: dict[str, _Slot] = {}  # kept after undo, so that what still holds a replacement is found by the next one
-_options = {"mask": "npu"}
+_DEFAULTS = {"mask": "npu", "tp": False}
+_options = dict(_DEFAULTS)
 _BY_PATCH = object()  # the hold of memlean.patch, as opposed to one of a `with memlean.patched`
 _before_export: dict[str, str | None] = {}  # environment variables that propagate=True has overwritten
 
@@ -363,7 +364,7 @@ def count(name: str, what: str, n: int = 1) -> None:
             state.counters[what] += n
 
 
-def option(name: str) -> str:
+def option(name: str) -> str | bool:
     return _options[name]
 
 
@@ -462,8 +463,8 @@ def _revert(state: _State) -> None:
     _states.pop(state.name, None)
 
 
-def _request(names, only, exclude, strict, force, mask, propagate, hold) -> PatchReport:
-    for argument, value in (("strict", strict), ("force", force), ("propagate", propagate)):
+def _request(names, only, exclude, strict, force, mask, tp, propagate, hold) -> PatchReport:
+    for argument, value in (("strict", strict), ("force", force), ("tp", tp), ("propagate", propagate)):
         if not isinstance(value, bool):
             raise TypeError(f"{argument} must be True or False, got {value!r}")
     if mask not in MASKS:
@@ -511,9 +512,9 @@ def _request(names, only, exclude, strict, force, mask, propagate, hold) -> Patc
                 for slot in state.slots:
                     slot.rebind()  # covers the modules imported since
             records.append(state.record())
-        _options["mask"] = mask
+        _options.update(mask=mask, tp=tp)
         if propagate:
-            _export([r.name for r in records if r.status in ("applied", "pending-import")], mask)
+            _export([r.name for r in records if r.status in ("applied", "pending-import")], mask, tp)
     return PatchReport(tuple(records))
 
 
@@ -528,9 +529,9 @@ def _release(state: _State, hold: object) -> None:
         _revert(state)
 
 
-def _export(fixes: list[str], mask: str) -> None:
+def _export(fixes: list[str], mask: str, tp: bool) -> None:
     """For child processes. What the variables said before is kept for `_unexport`."""
-    variables = {"MEMLEAN_PATCH": ",".join(fixes), "MEMLEAN_MASK": mask}
+    variables = {"MEMLEAN_PATCH": ",".join(fixes), "MEMLEAN_MASK": mask, "MEMLEAN_TP": str(int(tp))}
     if not _before_export:
         _before_export.update({name: os.environ.get(name) for name in variables})
     os.environ.update(variables)
@@ -646,6 +647,7 @@ def patch(
     strict: bool = False,
     force: bool = False,
     mask: Literal["npu", "auto"] = "npu",
+    tp: bool = False,
     propagate: bool = False,
 ) -> PatchReport:
     """Gives installed trainers memlean's fixes, from outside: ``memlean.patch("twinkle")``.
@@ -662,6 +664,8 @@ def patch(
         force: also wrap a function that somebody else has replaced before.
         mask: ``"npu"`` to leave out dense causal masks where the trainer itself drops them, ``"auto"`` on every device
             where each attention of the model is seen to be causal.
+        tp: under tensor parallelism, memlean's vocabulary-parallel function in place of the trainer's own, which keeps
+            a float32 softmax of the shard until backward and has no entropy.
         propagate: export the same choice to child processes (``MEMLEAN_PATCH``), for Ray workers and launchers.
 
     Returns:
@@ -672,7 +676,7 @@ def patch(
         PatchError: with ``strict``, a target that is not installed, moved, or was patched by others; nothing has been
             changed.
     """
-    return _request(targets, only, exclude, strict, force, mask, propagate, _BY_PATCH)
+    return _request(targets, only, exclude, strict, force, mask, tp, propagate, _BY_PATCH)
 
 
 def unpatch(*targets: str) -> PatchReport:
@@ -693,7 +697,7 @@ def unpatch(*targets: str) -> PatchReport:
             if names is None or state.name in names:
                 _revert(state)
         if not _states:
-            _options["mask"] = "npu"
+            _options.update(_DEFAULTS)
             _unexport()
     return report()
 
@@ -705,7 +709,7 @@ def patched(*targets: str, **options) -> Iterator[PatchReport]:
     Nests, and may overlap between threads: a fix stays as long as one of the blocks, or `patch`, wants it.
     """
     hold = object()
-    arguments = {"only": None, "exclude": None, "strict": False, "force": False, "mask": "npu", "propagate": False}
+    arguments = {"only": None, "exclude": None, "strict": False, "force": False, "propagate": False, **_DEFAULTS}
     unknown = options.keys() - arguments.keys()
     if unknown:
         raise TypeError(f"patched takes the arguments of patch, got {sorted(unknown)}")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlean import functional
+from memlean import distributed, functional
 from memlean.integrations._patch import Fix, Source, Symbol, Target, Verdict, count, names, option, parameters, strings
 
 log = logging.getLogger("memlean")
@@ -91,8 +91,12 @@ _branch_errors: ContextVar[list[Exception] | None] = ContextVar("memlean_twinkle
 
 
 def selective_log_softmax(original, logits, index, return_entropy=False):
-    """memlean's, or the original under tensor parallelism and for what memlean's does not take."""
+    """memlean's, or the original under tensor parallelism without ``tp`` and for what memlean's does not take."""
     arguments = {"return_entropy": True} if return_entropy else {}  # versions before 0.4 do not know the argument
+    if _tensor_parallel() and option("tp"):
+        count("twinkle.selective_log_softmax", "calls: tensor-parallel memlean")
+        group = sys.modules["megatron.core.parallel_state"].get_tensor_model_parallel_group()
+        return distributed.vocab_parallel_selective_log_softmax(logits, index, group, return_entropy=return_entropy)
     if _tensor_parallel():
         count("twinkle.selective_log_softmax", "calls: tensor-parallel original")
         token = _branch_errors.set([])

@@ -56,4 +56,15 @@ def test_same_step(layout, variable, tmp_path):
                 assert step["loss"][1] == pytest.approx(step["loss"][0], rel=1e-6)
                 assert step["worst_gradient_difference"] < 1e-6
                 assert calls == ({"calls: memlean": 4} if last else {})
+        if layout == "tp2":
+            step = found["tensor_parallel"]
+            print(f"rank {found['ranks']} tp=True: loss {step['loss']}, entropy off by "
+                  f"{found['entropy']['worst_error']:.3g}, worst gradient difference "
+                  f"{step['worst_gradient_difference']:.3g}")  # fmt: skip
+            assert step["counters"]["twinkle.selective_log_softmax"] == {"calls: tensor-parallel memlean": 4}
+            assert step["loss"][1] == pytest.approx(step["loss"][0], rel=1e-6)
+            # The original rounds its gradient to bfloat16 whatever the logits are.
+            assert 0 < step["worst_gradient_difference"] < 1e-2
+            assert found["entropy"]["refused"]
+            assert found["entropy"]["worst_error"] < 2e-6
     assert ranks[0]["memlean"]["loss"] == ranks[1]["memlean"]["loss"]

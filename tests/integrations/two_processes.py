@@ -39,6 +39,29 @@ def compare(trainer, inputs, **options):
     }
 
 
+def entropy_of_shards(rank):
+    """twinkle's own function on half of the vocabulary: what it says unpatched, and its error against the whole."""
+    from twinkle.utils import torch_utils
+
+    logits, index = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)), torch.arange(10).view(2, 5) * 6
+    shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
+    try:
+        torch_utils.selective_log_softmax(shard, index, return_entropy=True)
+        refused = ""
+    except NotImplementedError as error:
+        refused = str(error)
+    whole = logits.double().requires_grad_()
+    log_p = whole.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    expected = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    with memlean.patched("twinkle", tp=True):
+        logps, entropies = torch_utils.selective_log_softmax(shard, index, return_entropy=True)
+    (gradient,) = torch.autograd.grad((logps * 2 + entropies).sum(), shard)
+    (gradient_of_whole,) = torch.autograd.grad((expected * 2 + entropy).sum(), whole)
+    errors = [logps - expected, entropies - entropy, gradient - gradient_of_whole.chunk(2, -1)[rank]]
+    return {"refused": refused, "worst_error": max(error.abs().max().item() for error in errors)}
+
+
 layout, variable, rank, store = sys.argv[1], sys.argv[2] == "variable", int(sys.argv[3]), sys.argv[4]
 sizes = LAYOUTS[layout]
 with cpu_instead_of_cuda(), process_group(**sizes, rank=rank, world_size=2, store=store):
@@ -52,4 +75,7 @@ with cpu_instead_of_cuda(), process_group(**sizes, rank=rank, world_size=2, stor
         "dtype_preserving": compare(trainer, inputs, exclude="selective_log_softmax"),
         "memlean": compare(trainer, inputs),
     }
+    if layout == "tp2":
+        found["tensor_parallel"] = compare(trainer, inputs, tp=True)
+        found["entropy"] = entropy_of_shards(rank)
     print(json.dumps(found))
