@@ -46,7 +46,8 @@ def selective_log_softmax(
         return_entropy: also return the entropy of each row, in nats, ``0 <= entropy <= log(vocab)``.
         temperature: divides the logits: a number, or a tensor that broadcasts to one number per row; finite and
             positive. It costs no copy of the logits, and no gradient flows to it.
-        row_mask: ``[...]``; rows where it is 0 (False) are not read: logps and entropy 0, gradient exactly 0.
+        row_mask: ``[...]``; rows where it is 0 (False) have logps and entropy 0 and a gradient of exact zeros, whatever
+            they hold; the kernels do not read them.
         ignore_index: a token (usually -100) whose logps and gradients are 0; a row with no other token is not read.
         out_dtype: None for results in float32 (float64 for float64 logits), ``"input"`` to round to the logits' dtype.
         inplace_backward: write the gradient over the logits in backward, which then needs no memory of their size. The
