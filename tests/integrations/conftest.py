@@ -9,7 +9,7 @@ import rig
 import memlean
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_process():
     with rig.cpu_instead_of_cuda(), rig.process_group():
         yield
