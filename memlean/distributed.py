@@ -73,7 +73,7 @@ def vocab_parallel_selective_log_softmax(
         index,
         bool(return_entropy),
         None if temperature is None else functional._temperature_per_row(temperature, logits_shard, index),
-        None if row_mask is None else functional._row_mask(row_mask, logits_shard, index),
+        None if row_mask is None else functional._row_mask(row_mask, logits_shard),
         functional._ignore_index(ignore_index),
         group,
         begin,

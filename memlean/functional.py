@@ -79,7 +79,7 @@ def selective_log_softmax(
         _check_inplace(logits, index)
     options = _Options(
         None if temperature is None else _temperature_per_row(temperature, logits, index),
-        None if row_mask is None else _row_mask(row_mask, logits, index),
+        None if row_mask is None else _row_mask(row_mask, logits),
         _ignore_index(ignore_index),
     )
     return_entropy = bool(return_entropy)
@@ -160,7 +160,7 @@ def token_stats(
         "logsumexp" in want,
         "argmax" in want or "sum_p2" in want,
         None if temperature is None else _temperature_per_row(temperature, logits, index),
-        None if row_mask is None else _row_mask(row_mask, logits, index),
+        None if row_mask is None else _row_mask(row_mask, logits),
         _ignore_index(ignore_index),
         _chunk_bytes(chunk_bytes),
     )
@@ -266,7 +266,7 @@ def _temperature_per_row(temperature: float | Tensor, logits: Tensor, index: Ten
     return temperature.contiguous()
 
 
-def _row_mask(row_mask: Tensor, logits: Tensor, index: Tensor) -> Tensor:
+def _row_mask(row_mask: Tensor, logits: Tensor) -> Tensor:
     rows = logits.shape[:-1]
     if not isinstance(row_mask, Tensor):
         raise TypeError(f"row_mask must be a torch.Tensor, got {type(row_mask).__name__}")

@@ -104,11 +104,14 @@ ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) * sums, const int want
         state->squares += ML_V(sum)(sums->ee);
 }
 
-ML_ALWAYS_INLINE void ML_NAME(start)(ML_NAME(lanes) * sums, ML_NAME(row) * row, const ml_row_scale *scale, double max)
+ML_ALWAYS_INLINE ML_NAME(row) ML_NAME(row_of)(const ml_row_scale *scale, double max)
 {
-    row->max = ML_V(set1)((ML_REAL)max);
-    row->rate = ML_V(set1)((ML_REAL)scale->rate);
-    row->limit = ML_V(set1)((ML_REAL)scale->limit);
+    return (ML_NAME(row)){ML_V(set1)((ML_REAL)max), ML_V(set1)((ML_REAL)scale->rate),
+                          ML_V(set1)((ML_REAL)scale->limit)};
+}
+
+ML_ALWAYS_INLINE void ML_NAME(clear)(ML_NAME(lanes) * sums)
+{
     for (int v = 0; v < ML_VECTORS; v++)
         sums->e[v] = sums->ue[v] = sums->ee[v] = ML_V(set1)(0);
 }
@@ -128,9 +131,9 @@ static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, co
     ml_row_state_raise(state, (double)ML_V(largest)(top), scale->inverse_temperature);
     state->top = state->columns + begin;
 
+    const ML_NAME(row) row = ML_NAME(row_of)(scale, state->max);
     ML_NAME(lanes) sums;
-    ML_NAME(row) row;
-    ML_NAME(start)(&sums, &row, scale, state->max);
+    ML_NAME(clear)(&sums);
     int64_t equal = 0;
     for (int64_t j = begin; j < n; j += 32) {
         ML_NAME(load)(x, j, n, y);
@@ -147,9 +150,9 @@ ML_ALWAYS_INLINE void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, const ml
     for (int64_t block = 0; block < n; block += ML_BLOCK) {
         const int64_t end = n - block < ML_BLOCK ? n : block + ML_BLOCK, whole = end - (end - block) % 32;
         ML_V(t) y[ML_VECTORS];
+        const ML_NAME(row) row = ML_NAME(row_of)(scale, state->max);
         ML_NAME(lanes) sums;
-        ML_NAME(row) row;
-        ML_NAME(start)(&sums, &row, scale, state->max);
+        ML_NAME(clear)(&sums);
         int raise = 0;
         int64_t j = block;
         for (; j < whole; j += 32) {
@@ -203,9 +206,7 @@ ML_ALWAYS_INLINE void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml
     const ML_V(t) factor = ML_V(set1)((ML_REAL)gradient->factor), slope = ML_V(set1)((ML_REAL)gradient->slope);
     const int64_t whole = n - n % 32;
     ML_V(t) y[ML_VECTORS];
-    ML_NAME(lanes) unused;
-    ML_NAME(row) row;
-    ML_NAME(start)(&unused, &row, scale, gradient->max);
+    const ML_NAME(row) row = ML_NAME(row_of)(scale, gradient->max);
     for (int64_t j = 0; j < whole; j += 32) {
         ML_LOAD(x + j, y);
         ML_NAME(bwd_chunk)(y, &row, factor, slope, entropy);
