@@ -21,6 +21,8 @@ typedef enum memlean_status {
     MEMLEAN_EARGUMENT,    /* a size, stride, dtype or pointer that no call can mean */
     MEMLEAN_EINDEX,       /* a chosen token outside the vocabulary */
     MEMLEAN_ETEMPERATURE, /* a temperature that is not finite and positive */
+    MEMLEAN_EKEPT,        /* a kept token outside the vocabulary */
+    MEMLEAN_EOFFSETS,     /* offsets of kept tokens that do not rise from 0 to their number */
     MEMLEAN_EISA,         /* an instruction set that this library or this CPU does not have */
 } memlean_status;
 
@@ -80,6 +82,7 @@ enum { MEMLEAN_WANT_SHIFTED = 1, MEMLEAN_WANT_SQUARES = 2 };
  *     entropy = log S - W / S
  * A row with a NaN, with a +inf, or with nothing but -inf gives NaN; a chosen -inf gives logp = -inf.
  * A row where row_mask is 0, or whose tokens are all ignore_index, is not read: its results and gradient are 0.
+ * With a kept set, columns that are neither in it nor chosen in their row count as -inf, whatever they hold.
  *
  * "real" below is double for MEMLEAN_F64 and float for every other dtype. All strides are in elements.
  */
@@ -103,12 +106,21 @@ typedef struct memlean_token_logprob_params {
     const void *temperature;  /* real [rows] or [1], finite and positive, or NULL for 1 */
     int64_t temperature_step; /* 1 for [rows], 0 for [1] */
 
+    /* The kept set: a mask, or the kept columns of each row, or neither. */
+    const uint8_t *kept_mask;             /* [rows, vocab], not 0: kept; or NULL */
+    const int64_t *kept_mask_row_strides; /* [row_dims] */
+    int64_t kept_mask_vocab_stride;
+    const int64_t *kept_ids; /* [kept_count], in [0, vocab), in any order */
+    const int64_t
+        *kept_offsets; /* [rows + 1], or NULL: row i keeps kept_ids[kept_offsets[i]] to the next row's first */
+    int64_t kept_count;
+
     /* forward */
     void *logp;       /* real [rows, candidates]; NaN for a token outside the shard */
     void *statistics; /* real [rows, MEMLEAN_STATISTICS], or NULL: m, S - 1, W / S; S - 1 is -1 for nothing but -inf */
     void *entropy;    /* real [rows], or NULL */
     void *sum_p2;     /* real [rows], or NULL: sum of squared probabilities */
-    int64_t *argmax;  /* [rows], or NULL: first column that holds m; -1 where there is none */
+    int64_t *argmax;  /* [rows], or NULL: first column that holds m; -1 where there is none; not with a kept set */
 
     /* backward; reads `statistics` */
     const void *grad_logp;    /* real [rows, candidates], or NULL for zeros */
@@ -119,8 +131,8 @@ typedef struct memlean_token_logprob_params {
 /* At most so many candidates with grad_logits == logits. */
 enum { MEMLEAN_INPLACE_CANDIDATES = 64 };
 
-/* Sizes, strides, temperature and index, before anything is read or written. For MEMLEAN_EINDEX and
- * MEMLEAN_ETEMPERATURE, *position is the flat position of the first bad index or temperature. */
+/* Sizes, strides, temperature, kept set and index, before anything is read or written. For MEMLEAN_EINDEX,
+ * MEMLEAN_ETEMPERATURE, MEMLEAN_EKEPT and MEMLEAN_EOFFSETS, *position is the flat position of the first bad number. */
 memlean_status memlean_token_logprob_check(const memlean_token_logprob_params *params, int64_t *position);
 
 /* Units of work are (row, segment) pairs, row * segments + segment. Their cut depends on vocab only, which is why the

@@ -8,8 +8,10 @@
 ``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of
 exp((x - m) / T) and W the sum of (x - m) / T exp((x - m) / T). ``entropy`` has no elements unless asked for.
 ``temperature`` has one element or one a row, of the results' dtype; ``row_mask`` is bool, one a row. ``first_token``
-and ``index_limit`` place a shard of the vocabulary in the whole (0 and 0: it is the whole). ``chunk_bytes`` (0: the
-default) is for the generic path alone. The operators carry no autograd formula: the Functions around them do.
+and ``index_limit`` place a shard of the vocabulary in the whole (0 and 0: it is the whole). ``keep`` is a bool mask of
+logits' shape, or, with ``keep_offsets`` (``[rows + 1]``), the kept columns of all rows one after the other, both int64.
+``chunk_bytes`` (0: the default) is for the generic path alone. The operators carry no autograd formula: the Functions
+around them do.
 """
 
 import importlib
@@ -30,19 +32,20 @@ def _define(schema: str, generic) -> None:
 
 _OPTIONS = "Tensor? temperature=None, Tensor? row_mask=None, int? ignore_index=None"
 _SHARD = "int first_token=0, int index_limit=0"
+_KEEP = "Tensor? keep=None, Tensor? keep_offsets=None"
 _UPSTREAM = "Tensor index, Tensor statistics, Tensor? grad_logp, Tensor? grad_entropy"
 
 _define(
-    f"token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, {_OPTIONS}, {_SHARD}, int chunk_bytes=0)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, {_OPTIONS}, {_SHARD}, {_KEEP},"
+    " int chunk_bytes=0) -> (Tensor, Tensor, Tensor)",
     reference.token_logprob_forward,
 )
 _define(
-    f"token_logprob_backward(Tensor logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}, int chunk_bytes=0) -> Tensor",
+    f"token_logprob_backward(Tensor logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}, {_KEEP}, int chunk_bytes=0) -> Tensor",
     reference.token_logprob_backward,
 )
 _define(
-    f"token_logprob_backward_(Tensor(a!) logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}) -> ()",
+    f"token_logprob_backward_(Tensor(a!) logits, {_UPSTREAM}, {_OPTIONS}, {_SHARD}, {_KEEP}) -> ()",
     reference.token_logprob_backward_,
 )
 _define(

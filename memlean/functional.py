@@ -22,6 +22,8 @@ def selective_log_softmax(
     temperature: float | Tensor | None = None,
     row_mask: Tensor | None = None,
     ignore_index: int | None = None,
+    keep: Tensor | tuple[Tensor, Tensor] | None = None,
+    entropy_over: Literal["kept", "full"] | None = None,
     out_dtype: Literal["input"] | None = None,
     inplace_backward: bool = False,
     chunk_bytes: int | None = None,
@@ -49,6 +51,12 @@ def selective_log_softmax(
         row_mask: ``[...]``; rows where it is 0 (False) have logps and entropy 0 and a gradient of exact zeros, whatever
             they hold; the kernels do not read them.
         ignore_index: a token (usually -100) whose logps and gradients are 0; a row with no other token is not read.
+        keep: the tokens that a sampler could have drawn (top-p, top-k): logps are those of the softmax over them. A
+            bool mask that broadcasts to ``[..., vocab]``, or ``(ids, offsets)``: row i, of the rows one after the
+            other, keeps ``ids[offsets[i]:offsets[i + 1]]``, in any order. The chosen tokens of a row are always kept.
+            A logit that is not kept has a gradient of exact 0, whatever it holds. Nothing vocabulary-sized is made.
+        entropy_over: with ``keep`` and ``return_entropy``, say which entropy: ``"kept"``, of the softmax over the kept
+            tokens, or ``"full"``, over the vocabulary, for which the logits are read a second time.
         out_dtype: None for results in float32 (float64 for float64 logits), ``"input"`` to round to the logits' dtype.
         inplace_backward: write the gradient over the logits in backward, which then needs no memory of their size. The
             logits are lost: they may not be a leaf or a view, and whoever else saved them gets autograd's error in
@@ -63,9 +71,11 @@ def selective_log_softmax(
     Raises:
         TypeError: logits, index or an option of another type, dtype or layout, a DTensor among them.
         ValueError: shapes that do not fit, different devices, an empty vocabulary, a temperature that is not finite and
-            positive, logits that ``inplace_backward`` may not overwrite.
-        IndexError: an index outside the vocabulary, on the CPU. Elsewhere, where raising would have to wait for the
-            device, that token's logp is NaN, and so are the rows of a bad temperature.
+            positive, offsets of ``keep`` that do not rise from 0 to the number of ids, logits that ``inplace_backward``
+            may not overwrite.
+        IndexError: an index or an id of ``keep`` outside the vocabulary, on the CPU. Elsewhere, where raising would
+            have to wait for the device, that token's logp is NaN, so are the rows of a bad temperature, and a bad id
+            keeps nothing.
         RuntimeError: a second backward with ``inplace_backward``.
 
     Formulas: with m = max x, S = sum exp(x - m), W = sum (x - m) exp(x - m): logp_y = (x_y - m) - log S and
@@ -77,18 +87,24 @@ def selective_log_softmax(
         raise ValueError(f"out_dtype must be None or 'input', got {out_dtype!r}")
     if inplace_backward:
         _check_inplace(logits, index)
+    return_entropy = bool(return_entropy)
+    full_entropy = return_entropy and _entropy_over(entropy_over, keep, inplace_backward) == "full"
     options = _Options(
         None if temperature is None else _temperature_per_row(temperature, logits, index),
         None if row_mask is None else _row_mask(row_mask, logits),
         _ignore_index(ignore_index),
+        *((None, None) if keep is None else _keep(keep, logits)),
     )
-    return_entropy = bool(return_entropy)
     # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD,
     # and where nothing does, nothing is saved.
     function = _TransformedTokenLogprob if _transforms_active() else _TokenLogprob
+    chunk_bytes = _chunk_bytes(chunk_bytes)
     logps, entropy, _ = function.apply(
-        logits, index, return_entropy, *options, bool(inplace_backward), _chunk_bytes(chunk_bytes)
+        logits, index, return_entropy and not full_entropy, *options, bool(inplace_backward), chunk_bytes
     )
+    if full_entropy:
+        everything = options._replace(keep=None, keep_offsets=None)
+        _, entropy, _ = function.apply(logits, index, True, *everything, False, chunk_bytes)
     if out_dtype == "input":
         logps, entropy = logps.to(logits.dtype), entropy.to(logits.dtype)
     return (logps, entropy) if return_entropy else logps
@@ -190,6 +206,8 @@ class _Options(NamedTuple):
     temperature: Tensor | None  # [] or [...], of the results' dtype
     row_mask: Tensor | None  # [...], bool
     ignore_index: int | None
+    keep: Tensor | None  # bool, of logits' shape; or int64, the kept columns of all rows
+    keep_offsets: Tensor | None  # [rows + 1], int64, with the latter
 
 
 def _check(logits: Tensor, index: Tensor) -> None:
@@ -277,6 +295,47 @@ def _row_mask(row_mask: Tensor, logits: Tensor) -> Tensor:
     return (row_mask if row_mask.dtype == torch.bool else row_mask != 0).contiguous()
 
 
+def _keep(keep: Tensor | tuple[Tensor, Tensor], logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    if isinstance(keep, Tensor):
+        if keep.dtype != torch.bool:
+            raise TypeError(f"keep must be a bool mask or (ids, offsets), got a tensor of {keep.dtype}")
+        if keep.device != logits.device:
+            raise ValueError(f"logits and keep must be on one device, got {logits.device} and {keep.device}")
+        try:
+            return keep.expand(logits.shape), None
+        except RuntimeError:
+            raise ValueError(
+                f"keep must broadcast to logits' shape {list(logits.shape)}, got {list(keep.shape)}"
+            ) from None
+    if not isinstance(keep, tuple | list) or len(keep) != 2:
+        raise TypeError(f"keep must be a bool mask or (ids, offsets), got {type(keep).__name__}")
+    rows = logits.shape[:-1].numel()
+    for name, tensor in zip(("ids", "offsets"), keep, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"keep: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _INDEX_DTYPES:
+            raise TypeError(f"keep: {name} must be int64, int32, int16, int8 or uint8, got {tensor.dtype}")
+        if tensor.device != logits.device:
+            raise ValueError(f"logits and keep: {name} must be on one device, got {logits.device} and {tensor.device}")
+        if tensor.dim() != 1 or (name == "offsets" and tensor.shape[0] != rows + 1):
+            expected = f"[{rows + 1}], one more than there are rows" if name == "offsets" else "[count]"
+            raise ValueError(f"keep: {name} must have shape {expected}, got {list(tensor.shape)}")
+    ids, offsets = keep
+    return _as_int64(ids), _as_int64(offsets)
+
+
+def _entropy_over(entropy_over: str | None, keep: object, inplace_backward: bool) -> str | None:
+    if entropy_over not in (None, "kept", "full"):
+        raise ValueError(f"entropy_over must be 'kept' or 'full', got {entropy_over!r}")
+    if keep is None:
+        return None
+    if entropy_over is None:
+        raise ValueError("entropy_over must be 'kept' or 'full' where both keep and return_entropy are given, got None")
+    if entropy_over == "full" and inplace_backward:
+        raise ValueError("inplace_backward takes entropy_over='kept' only: the full entropy is a second read of logits")
+    return entropy_over
+
+
 def _ignore_index(ignore_index: int | None) -> int | None:
     if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
         raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
@@ -303,15 +362,14 @@ def _transforms_active() -> bool:
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
-        inputs = (logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes)
+    def forward(ctx, *inputs):
         outputs = _run(*inputs)
         _save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, _):
-        rest = (None,) * 7
+        rest = (None,) * 9
         if not ctx.return_entropy:
             grad_entropy = None  # compiled code passes an empty tensor for the output without elements
         if grad_logp is None and grad_entropy is None:
@@ -321,22 +379,23 @@ class _TokenLogprob(torch.autograd.Function):
                 "inplace_backward: this is a second backward, but the first has overwritten the logits; "
                 "call selective_log_softmax without inplace_backward to keep them"
             )
-        logits, index, statistics, temperature, row_mask = ctx.saved_tensors
+        logits, index, statistics, temperature, row_mask, keep, keep_offsets = ctx.saved_tensors
         index = _as_int64(index)
         grad_logp, grad_entropy = (
             None if grad is None else grad.to(statistics.dtype).contiguous() for grad in (grad_logp, grad_entropy)
         )
         options = (temperature, row_mask, ctx.ignore_index)
+        kept = {"keep": keep, "keep_offsets": keep_offsets}
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            return reference.differentiable_gradient(logits, index, grad_logp, grad_entropy, *options), *rest
+            return reference.differentiable_gradient(logits, index, grad_logp, grad_entropy, *options, **kept), *rest
         if ctx.inplace_backward:
             ctx.logits_overwritten = True
-            _ops.token_logprob_backward_(logits, index, statistics, grad_logp, grad_entropy, *options)
+            _ops.token_logprob_backward_(logits, index, statistics, grad_logp, grad_entropy, *options, **kept)
             # Autograd then refuses to use the logits as a value that somebody else has saved.
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *rest
         return _ops.token_logprob_backward(
-            logits, index, statistics, grad_logp, grad_entropy, *options, chunk_bytes=ctx.chunk_bytes
+            logits, index, statistics, grad_logp, grad_entropy, *options, **kept, chunk_bytes=ctx.chunk_bytes
         ), *rest
 
 
@@ -344,29 +403,33 @@ class _TransformedTokenLogprob(_TokenLogprob):
     """The form that torch.func asks for; binding its arguments costs more than a small call itself."""
 
     @staticmethod
-    def forward(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
-        return _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes)
+    def forward(*inputs):
+        return _run(*inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         _save(ctx, inputs, output)
 
     @staticmethod
-    def vmap(info, in_dims, logits, index, return_entropy, temperature, row_mask, *rest):
+    def vmap(info, in_dims, logits, index, return_entropy, temperature, row_mask, ignore_index, keep, offsets, *rest):
+        if offsets is not None:
+            raise ValueError("keep must be a mask under vmap, got (ids, offsets)")
+
         def batch_first(x, dim):
             """The batch dimension first; what has none is repeated, except a single temperature for all."""
             if x is None or (dim is None and x is temperature and x.numel() == 1):
                 return x
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        dims = (in_dims[0], in_dims[1], in_dims[3], in_dims[4])
-        tensors = zip((logits, index, temperature, row_mask), dims, strict=True)
-        logits, index, temperature, row_mask = (batch_first(x, dim) for x, dim in tensors)
+        dims = (in_dims[0], in_dims[1], in_dims[3], in_dims[4], in_dims[6])
+        tensors = zip((logits, index, temperature, row_mask, keep), dims, strict=True)
+        logits, index, temperature, row_mask, keep = (batch_first(x, dim) for x, dim in tensors)
         if temperature is not None:
             temperature = temperature.contiguous()
         if row_mask is not None:
             row_mask = row_mask.contiguous()
-        outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, temperature, row_mask, *rest)
+        options = _Options(temperature, row_mask, ignore_index, keep, None)
+        outputs = _TransformedTokenLogprob.apply(logits, index, return_entropy, *options, *rest)
         return outputs, (0, 0 if return_entropy else None, 0)
 
 
@@ -462,17 +525,25 @@ def _with_logsumexp(logits, index, grad_logp, grad_logsumexp, row_mask, ignore_i
     return tokens, torch.cat((upstream, -grad_logsumexp.unsqueeze(-1)), -1), row_mask
 
 
-def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, inplace_backward, chunk_bytes):
+def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, keep, offsets, inplace, chunk_bytes):
     return _ops.token_logprob_forward(
-        logits, _as_int64(index), return_entropy, temperature, row_mask, ignore_index, chunk_bytes=chunk_bytes
+        logits,
+        _as_int64(index),
+        return_entropy,
+        temperature,
+        row_mask,
+        ignore_index,
+        keep=keep,
+        keep_offsets=offsets,
+        chunk_bytes=chunk_bytes,
     )
 
 
 def _save(ctx, inputs, outputs) -> None:
-    logits, index, ctx.return_entropy, temperature, row_mask, *options = inputs
-    ctx.ignore_index, ctx.inplace_backward, ctx.chunk_bytes = options
+    logits, index, ctx.return_entropy, temperature, row_mask, ctx.ignore_index, keep, offsets, *options = inputs
+    ctx.inplace_backward, ctx.chunk_bytes = options
     _, entropy, statistics = outputs
     ctx.logits_overwritten = False
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*((statistics,) if ctx.return_entropy else (entropy, statistics)))
-    ctx.save_for_backward(logits, index, statistics, temperature, row_mask)
+    ctx.save_for_backward(logits, index, statistics, temperature, row_mask, keep, offsets)

@@ -8,7 +8,7 @@ maximum's own term, which keeps all digits of log S for a peaked row.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,26 +75,80 @@ def _check_temperature(temperature: Tensor | None) -> None:
         raise ValueError(f"memlean: {where} must be finite and positive, got {temperature[position].item():g}")
 
 
+def _check_kept(ids: Tensor, offsets: Tensor, vocab: int) -> None:
+    if ids.device.type != "cpu":
+        return
+    count = ids.numel()
+    wrong = (offsets < 0) | (offsets > count) | (offsets.diff(prepend=offsets[:1]) < 0)
+    wrong[0] = offsets[0] != 0
+    wrong[-1] |= offsets[-1] != count
+    if wrong.any():
+        i = wrong.nonzero()[0].item()
+        raise ValueError(
+            f"memlean: keep: offsets[{i}] is {offsets[i]}, expected offsets that rise from 0 to {count} "
+            "(the number of ids)"
+        )
+    wrong = (ids < 0) | (ids >= vocab)
+    if wrong.any():
+        i = wrong.nonzero()[0].item()
+        raise IndexError(f"memlean: keep: ids[{i}] is {ids[i]}, expected 0 <= id < {vocab} (the vocabulary)")
+
+
+def _kept_mask(shape: torch.Size, keep: Tensor, offsets: Tensor | None, first: int, rows: int) -> Tensor:
+    """The kept columns of the rows [first, first + rows): bool ``[rows, vocab]``, a tensor of its own."""
+    vocab = shape[-1]
+    if offsets is None:
+        where = torch.arange(first, first + rows, device=keep.device)
+        return keep.unsqueeze(0)[torch.unravel_index(where, (1, *shape[:-1]))]
+    # All ids, those of other rows into a last element that is cut off: their place would be a synchronisation.
+    row = torch.searchsorted(offsets, torch.arange(keep.numel(), device=keep.device), right=True) - 1 - first
+    here = (row >= 0) & (row < rows) & (keep >= 0) & (keep < vocab)
+    mask = keep.new_zeros(rows * vocab + 1, dtype=torch.bool)
+    mask.index_fill_(0, torch.where(here, row * vocab + keep, rows * vocab), True)
+    return mask[:-1].view(rows, vocab)
+
+
 @dataclass
 class _Rows:
     """The row-wise arguments of both passes, flattened to [rows, ...]; `part` cuts a chunk out of them."""
 
+    shape: torch.Size  # that of logits
+    first: int  # the first row here among those of `shape`
     index: Tensor  # [rows, K], in this shard's columns
     known: Tensor  # [rows, K], tokens that this shard holds
     ignored: Tensor | None  # [rows, K]
     skipped: Tensor | None  # [rows, 1]
     inverse_temperature: Tensor | None  # [rows, 1] or [1, 1]
+    keep: Tensor | None  # of all rows, as the operators take it
+    keep_offsets: Tensor | None
 
     def part(self, first: int, rows: int) -> "_Rows":
         cut = slice(first, first + rows)
         one = self.inverse_temperature is None or self.inverse_temperature.shape[0] == 1
-        return _Rows(
-            self.index[cut],
-            self.known[cut],
-            None if self.ignored is None else self.ignored[cut],
-            None if self.skipped is None else self.skipped[cut],
-            self.inverse_temperature if one else self.inverse_temperature[cut],
+        return replace(
+            self,
+            first=self.first + first,
+            index=self.index[cut],
+            known=self.known[cut],
+            ignored=None if self.ignored is None else self.ignored[cut],
+            skipped=None if self.skipped is None else self.skipped[cut],
+            inverse_temperature=self.inverse_temperature if one else self.inverse_temperature[cut],
         )
+
+    def counted(self) -> Tensor:
+        """[rows, K]: the tokens that have a log-probability and a gradient here."""
+        return self.known if self.ignored is None else self.known & ~self.ignored
+
+    def drop_columns(self, x: Tensor) -> Tensor:
+        """-inf, in place, in the columns of ``x`` that are neither kept nor chosen."""
+        if self.keep is None:
+            return x
+        kept = _kept_mask(self.shape, self.keep, self.keep_offsets, self.first, x.shape[0])
+        counted = self.counted()
+        for k in range(self.index.shape[1]):
+            column = self.index[:, k : k + 1]
+            kept.scatter_(-1, column, kept.gather(-1, column) | counted[:, k : k + 1])
+        return x.masked_fill_(kept.logical_not_(), -torch.inf)
 
 
 def _flatten(
@@ -103,13 +157,17 @@ def _flatten(
     temperature: Tensor | None,
     row_mask: Tensor | None,
     ignore_index: int | None,
-    first_token: int,
-    index_limit: int,
+    first_token: int = 0,
+    index_limit: int = 0,
+    keep: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> _Rows:
     vocab, rows = logits.shape[-1], logits.shape[:-1].numel()
     limit = index_limit or vocab
     check_index(index, limit, ignore_index)
     _check_temperature(temperature)
+    if keep_offsets is not None:
+        _check_kept(keep, keep_offsets, vocab)
     tokens = index.reshape(rows, -1) if index.numel() else index.reshape(rows, 0 if index.dim() == logits.dim() else 1)
     columns = tokens - first_token
     ignored = None if ignore_index is None else tokens == ignore_index
@@ -124,7 +182,9 @@ def _flatten(
         # At most the largest finite number, so that 0 times it is 0.
         inverse = (1 / temperature).clamp(max=torch.finfo(temperature.dtype).max)
         inverse = torch.where(valid, inverse, torch.nan).reshape(-1, 1)
-    return _Rows(columns.clamp(0, vocab - 1), (columns >= 0) & (columns < vocab), ignored, skipped, inverse)
+    known = (columns >= 0) & (columns < vocab)
+    columns = columns.clamp(0, vocab - 1)
+    return _Rows(logits.shape, 0, columns, known, ignored, skipped, inverse, keep, keep_offsets)
 
 
 def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
@@ -143,7 +203,7 @@ def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
     for first, chunk in _row_chunks(logits, _rows_per_chunk(logits, real, return_entropy, chunk_bytes)):
         part = slice(first, first + chunk.shape[0])
         row = flat.part(first, chunk.shape[0])
-        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format)
+        x = row.drop_columns(chunk.to(real, copy=True, memory_format=torch.contiguous_format))
         top, where_top = x.max(-1, keepdim=True)
         chosen = x.gather(-1, row.index)
         x.sub_(top)
@@ -194,9 +254,11 @@ def token_logprob_forward(
     ignore_index: int | None = None,
     first_token: int = 0,
     index_limit: int = 0,
+    keep: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     chunk_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    options = (temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets)
     return _forward(logits, index, return_entropy, False, options, chunk_bytes)[:3]
 
 
@@ -235,7 +297,7 @@ def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk
         if row.skipped is not None:
             unused = unused | row.skipped
 
-        x = chunk.to(real, copy=True, memory_format=torch.contiguous_format).sub_(top)
+        x = row.drop_columns(chunk.to(real, copy=True, memory_format=torch.contiguous_format)).sub_(top)
         if row.inverse_temperature is not None:
             x.mul_(row.inverse_temperature)
         x.clamp_(min=_lowest(real))
@@ -250,7 +312,7 @@ def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk
         # The chosen columns anew: near p = 1, 1 - p loses all digits where -expm1(logp) keeps them. Candidates at one
         # column write the same sum, so no accumulating scatter is needed; a token outside the shard, or ignored, writes
         # what its column gets without it.
-        here = row.known if row.ignored is None else row.known & ~row.ignored
+        here = row.counted()
         own = torch.zeros_like(t)
         for k in range(row.index.shape[1]):
             same = (row.index == row.index[:, k : k + 1]) & here[:, k : k + 1]
@@ -274,10 +336,12 @@ def token_logprob_backward(
     ignore_index: int | None = None,
     first_token: int = 0,
     index_limit: int = 0,
+    keep: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     chunk_bytes: int = 0,
 ) -> Tensor:
     gradient = logits.new_empty(logits.shape)
-    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    options = (temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets)
     destination = gradient.view(logits.shape[:-1].numel(), logits.shape[-1])
     _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk_bytes, destination)
     return gradient
@@ -295,8 +359,10 @@ def token_logprob_backward_(
     ignore_index: int | None = None,
     first_token: int = 0,
     index_limit: int = 0,
+    keep: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> None:
-    options = (temperature, row_mask, ignore_index, first_token, index_limit)
+    options = (temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets)
     _backward(logits, index, statistics, grad_logp, grad_entropy, options, 0, None)
 
 
@@ -308,6 +374,8 @@ def differentiable_gradient(
     temperature: Tensor | None = None,
     row_mask: Tensor | None = None,
     ignore_index: int | None = None,
+    keep: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     grad_logsumexp: Tensor | None = None,
 ) -> Tensor:
     """The same gradient as an expression that autograd can differentiate again; keeps tensors of the logits' size."""
@@ -328,6 +396,10 @@ def differentiable_gradient(
     # already, and keeps the derivative with respect to the upstream gradient.
     unused = (torch.cat([upstream for upstream in (g, h, z) if upstream is not None], -1) == 0).all(-1, keepdim=True)
     x = logits.to(real_dtype(logits.dtype))
+    if keep is not None:
+        rows = _flatten(logits, index, None, None, ignore_index, keep=keep, keep_offsets=keep_offsets)
+        dropped = rows.drop_columns(x.new_zeros(rows.index.shape[0], x.shape[-1])).view(x.shape).isneginf()
+        x = x.masked_fill(dropped, -torch.inf)
     inverse = 1.0 if temperature is None else 1 / temperature.unsqueeze(-1)
     x = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0)
     log_p = (x * inverse).log_softmax(-1)

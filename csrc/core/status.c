@@ -11,6 +11,10 @@ const char *memlean_status_string(memlean_status status)
         return "an index is outside the vocabulary";
     case MEMLEAN_ETEMPERATURE:
         return "a temperature is not finite and positive";
+    case MEMLEAN_EKEPT:
+        return "a kept token is outside the vocabulary";
+    case MEMLEAN_EOFFSETS:
+        return "offsets of kept tokens do not rise from 0 to their number";
     case MEMLEAN_EISA:
         return "the instruction set is unknown, or not available on this CPU";
     }

@@ -6,8 +6,8 @@
 
 typedef memlean_token_logprob_params params;
 
-/* Columns gathered at a time where they are not adjacent: what the kernels take between two flushes. */
-enum { gather_columns = 2048 };
+/* Columns gathered at a time where they are not adjacent or not all kept: what the kernels take between two flushes. */
+enum { gather_columns = 2048, kept_words = MEMLEAN_SEGMENT / 64 };
 
 static int64_t min64(int64_t a, int64_t b)
 {
@@ -70,39 +70,163 @@ static int ignored(const params *p, int64_t token)
     return p->has_ignore_index && token == p->ignore_index;
 }
 
-/* Element offset of a row. */
-static int64_t row_offset(const params *p, int64_t row)
+static int64_t offset_of(const params *p, const int64_t *row_strides, int64_t row)
 {
     int64_t offset = 0;
     for (int d = p->row_dims - 1; d > 0; d--) {
-        offset += row % p->row_sizes[d] * p->row_strides[d];
+        offset += row % p->row_sizes[d] * row_strides[d];
         row /= p->row_sizes[d];
     }
-    return p->row_dims > 0 ? offset + row * p->row_strides[0] : 0;
+    return p->row_dims > 0 ? offset + row * row_strides[0] : 0;
 }
 
-/* Columns [begin, begin + n) of a row as adjacent elements: in place, or gathered into `buffer`. */
-static const void *columns(const params *p, int64_t offset, int64_t begin, int64_t n, void *buffer)
+/* Element offset of a row of logits. */
+static int64_t row_offset(const params *p, int64_t row)
 {
-    const size_t size = element_size(p->dtype);
-    const char *source = (const char *)p->logits + (offset + begin * p->vocab_stride) * (int64_t)size;
-    if (p->vocab_stride == 1)
+    return offset_of(p, p->row_strides, row);
+}
+
+/* ---- Columns of a row as the kernels take them: adjacent, -inf where they are not kept ----------------------------
+ */
+
+static int all_kept(const params *p)
+{
+    return !p->kept_mask && !p->kept_offsets;
+}
+
+static void keep_column(uint64_t *kept, int64_t column, int64_t columns)
+{
+    if (column >= 0 && column < columns)
+        kept[column / 64] |= UINT64_C(1) << column % 64;
+}
+
+/* Whether each of eight bytes is not 0, as bits. */
+static uint64_t eight_bits(const uint8_t *mask, int64_t stride)
+{
+    uint64_t bytes = 0;
+    if (stride == 1 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)
+        memcpy(&bytes, mask, 8);
+    else
+        for (int j = 0; j < 8; j++)
+            bytes |= (uint64_t)mask[j * stride] << 8 * j;
+    const uint64_t sevens = UINT64_C(0x7f7f7f7f7f7f7f7f);
+    const uint64_t ones = (((bytes & sevens) + sevens) | bytes) >> 7 & UINT64_C(0x0101010101010101);
+    return ones * UINT64_C(0x0102040810204080) >> 56; /* moves bit 8 j to bit 56 + j */
+}
+
+/* Bit j of `kept` becomes whether column begin + j, before `end`, is kept. */
+static void find_kept(const params *p, int64_t row, int64_t begin, int64_t end, uint64_t kept[kept_words])
+{
+    const int64_t n = end - begin;
+    memset(kept, 0, kept_words * sizeof *kept);
+    if (p->kept_mask) {
+        const int64_t stride = p->kept_mask_vocab_stride;
+        const uint8_t *mask = p->kept_mask + offset_of(p, p->kept_mask_row_strides, row) + begin * stride;
+        const int64_t whole = n - n % 64;
+        for (int64_t j = 0; j < whole; j += 64)
+            for (int64_t i = 0; i < 64; i += 8)
+                kept[j / 64] |= eight_bits(mask + (j + i) * stride, stride) << i;
+        for (int64_t j = whole; j < n; j++)
+            if (mask[j * stride])
+                keep_column(kept, j, n);
+    } else {
+        for (int64_t i = p->kept_offsets[row]; i < p->kept_offsets[row + 1]; i++)
+            keep_column(kept, p->kept_ids[i] - begin, n);
+    }
+    for (int64_t k = 0; k < p->candidates; k++) {
+        const int64_t token = p->index[row * p->candidates + k];
+        if (!ignored(p, token))
+            keep_column(kept, token - p->first_token - begin, n);
+    }
+}
+
+/*
+ * Groups of 64 columns that hold a kept one go to the buffer, one after the other; a group left out would add exactly 0
+ * to every sum, and a group is two chunks, so that each column keeps its lane. Returns the number of columns there.
+ * `size` is a constant at each call, which makes each memcpy a move.
+ */
+ML_ALWAYS_INLINE int64_t gather(const char *source, int64_t step, int64_t n, const uint64_t *kept,
+                                const void *minus_inf, char *buffer, const size_t size)
+{
+    int64_t gathered = 0;
+    for (int64_t first = 0; first < n; first += 64) {
+        const int64_t count = min64(64, n - first);
+        uint64_t bits = kept ? kept[first / 64] : UINT64_MAX;
+        if (!bits)
+            continue;
+        const char *from = source + first * step;
+        char *to = buffer + gathered * (int64_t)size;
+        gathered += count;
+        if (bits == UINT64_MAX && step == (int64_t)size) {
+            memcpy(to, from, (size_t)count * size);
+            continue;
+        }
+        if (bits == UINT64_MAX) {
+            for (int64_t j = 0; j < count; j++)
+                memcpy(to + j * (int64_t)size, from + j * step, size);
+            continue;
+        }
+        for (int64_t j = 0; j < count; j++)
+            memcpy(to + j * (int64_t)size, minus_inf, size);
+        for (; bits; bits &= bits - 1) {
+            const int64_t j = __builtin_ctzll(bits);
+            memcpy(to + j * (int64_t)size, from + j * step, size);
+        }
+    }
+    return gathered;
+}
+
+/* The way back, for the gradient: 0 where nothing was gathered. */
+static void spread(const char *gathered, int64_t n, const uint64_t *kept, char *destination, size_t size)
+{
+    for (int64_t first = 0; first < n; first += 64) {
+        const size_t bytes = (size_t)min64(64, n - first) * size;
+        if (kept[first / 64]) {
+            memcpy(destination, gathered, bytes);
+            gathered += bytes;
+        } else {
+            memset(destination, 0, bytes);
+        }
+        destination += bytes;
+    }
+}
+
+/* How many columns at a time `columns` can hand out. */
+static int64_t columns_at_once(const params *p)
+{
+    return p->vocab_stride == 1 && all_kept(p) ? MEMLEAN_SEGMENT : gather_columns;
+}
+
+/* Columns [begin, begin + n) of a row, those that `kept` (of this range; NULL: all) leaves: in place, or gathered into
+ * `buffer`. *count becomes their number. */
+static const void *columns(const params *p, int64_t offset, int64_t begin, int64_t n, const uint64_t *kept,
+                           void *buffer, int64_t *count)
+{
+    const int64_t size = (int64_t)element_size(p->dtype), step = p->vocab_stride * size;
+    const char *source = (const char *)p->logits + offset * size + begin * step;
+    *count = n;
+    if (!kept && p->vocab_stride == 1)
         return source;
-    const int64_t step = p->vocab_stride * (int64_t)size;
-    for (int64_t j = 0; j < n; j++)
-        memcpy((char *)buffer + j * (int64_t)size, source + j * step, size);
+    double minus_inf;
+    store(p->dtype, &minus_inf, 0, -INFINITY);
+    if (size == 2)
+        *count = gather(source, step, n, kept, &minus_inf, buffer, 2);
+    else if (size == 4)
+        *count = gather(source, step, n, kept, &minus_inf, buffer, 4);
+    else
+        *count = gather(source, step, n, kept, &minus_inf, buffer, 8);
     return buffer;
 }
 
 /* ---- Checks ----------------------------------------------------------------------------------------------------- */
 
 /* The farthest element that any stride reaches is an int64_t of bytes away. */
-static int offsets_fit(const params *p)
+static int offsets_fit(const params *p, const int64_t *row_strides, int64_t vocab_stride)
 {
     int64_t reach = 0;
     for (int d = 0; d <= p->row_dims; d++) {
         const int64_t size = d < p->row_dims ? p->row_sizes[d] : p->vocab;
-        const int64_t stride = d < p->row_dims ? p->row_strides[d] : p->vocab_stride;
+        const int64_t stride = d < p->row_dims ? row_strides[d] : vocab_stride;
         const int64_t distance = stride < 0 ? -(stride + 1) : stride;
         const int64_t limit = INT64_MAX / 16;
         if (distance > limit || (distance > 0 && size - 1 > (limit - reach) / distance))
@@ -110,6 +234,26 @@ static int offsets_fit(const params *p)
         reach += (size - 1) * distance;
     }
     return 1;
+}
+
+static memlean_status check_kept(const params *p, int64_t *position)
+{
+    if (!p->kept_offsets)
+        return MEMLEAN_OK;
+    for (*position = 0; *position <= p->rows; ++*position) {
+        const int64_t lowest = *position == 0 ? 0 : p->kept_offsets[*position - 1];
+        const int64_t highest = *position == 0 ? 0 : p->kept_count;
+        if (p->kept_offsets[*position] < lowest || p->kept_offsets[*position] > highest)
+            return MEMLEAN_EOFFSETS;
+    }
+    if (p->kept_offsets[p->rows] != p->kept_count) {
+        *position = p->rows;
+        return MEMLEAN_EOFFSETS;
+    }
+    for (*position = 0; *position < p->kept_count; ++*position)
+        if (p->kept_ids[*position] < 0 || p->kept_ids[*position] >= p->vocab)
+            return MEMLEAN_EKEPT;
+    return MEMLEAN_OK;
 }
 
 memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
@@ -131,7 +275,11 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
     }
     if (rows != p->rows)
         return MEMLEAN_EARGUMENT;
-    if (rows > 0 && !offsets_fit(p))
+    if (rows > 0 && !offsets_fit(p, p->row_strides, p->vocab_stride))
+        return MEMLEAN_EARGUMENT;
+    if (rows > 0 && p->kept_mask && !offsets_fit(p, p->kept_mask_row_strides, p->kept_mask_vocab_stride))
+        return MEMLEAN_EARGUMENT;
+    if (p->kept_count < 0 || (p->kept_mask && p->kept_offsets) || (!all_kept(p) && p->argmax))
         return MEMLEAN_EARGUMENT;
     for (*position = 0; *position < rows * p->candidates; ++*position) {
         const int64_t y = p->index[*position];
@@ -144,7 +292,7 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
         if (!(temperature > 0 && temperature < INFINITY))
             return MEMLEAN_ETEMPERATURE;
     }
-    return MEMLEAN_OK;
+    return check_kept(p, position);
 }
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */
@@ -184,17 +332,22 @@ static memlean_row_state empty_state(memlean_dtype dtype)
     return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX};
 }
 
-static memlean_row_state reduce_segment(const params *p, int64_t offset, const ml_row_scale *scale, int64_t segment)
+static memlean_row_state reduce_segment(const params *p, int64_t row, const ml_row_scale *scale, int64_t segment)
 {
     ml_token_logprob_fwd_fn *kernel = ml_kernels()->token_logprob_fwd[p->dtype];
     double buffer[gather_columns];
+    uint64_t kept[kept_words];
     memlean_row_state state = empty_state(p->dtype);
     const int wanted = (p->entropy ? MEMLEAN_WANT_SHIFTED : 0) | (p->sum_p2 ? MEMLEAN_WANT_SQUARES : 0);
     const int64_t begin = segment * MEMLEAN_SEGMENT, end = min64(p->vocab, begin + MEMLEAN_SEGMENT);
-    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
+    const int64_t offset = row_offset(p, row), step = columns_at_once(p);
+    if (!all_kept(p))
+        find_kept(p, row, begin, end, kept);
     for (int64_t j = begin; j < end; j += step) {
-        const int64_t n = min64(step, end - j);
-        kernel(columns(p, offset, j, n, buffer), n, scale, wanted, &state);
+        int64_t n;
+        const uint64_t *kept_here = all_kept(p) ? NULL : kept + (j - begin) / 64;
+        const void *x = columns(p, offset, j, min64(step, end - j), kept_here, buffer, &n);
+        kernel(x, n, scale, wanted, &state);
     }
     return state;
 }
@@ -279,9 +432,9 @@ void memlean_token_logprob_forward(const params *p, int64_t begin, int64_t end)
         }
         const int64_t offset = row_offset(p, row);
         const ml_row_scale scale = row_scale(p, row);
-        memlean_row_state state = reduce_segment(p, offset, &scale, 0);
+        memlean_row_state state = reduce_segment(p, row, &scale, 0);
         for (int64_t s = 1; s < segments; s++)
-            state = merge(state, reduce_segment(p, offset, &scale, s), &scale);
+            state = merge(state, reduce_segment(p, row, &scale, s), &scale);
         finish_row(p, row, offset, &scale, state);
     }
 }
@@ -293,7 +446,7 @@ void memlean_token_logprob_reduce(const params *p, int64_t begin, int64_t end, m
         const int64_t row = unit / segments;
         const ml_row_scale scale = row_scale(p, row);
         if (!skipped(p, row))
-            states[unit] = reduce_segment(p, row_offset(p, row), &scale, unit % segments);
+            states[unit] = reduce_segment(p, row, &scale, unit % segments);
     }
 }
 
@@ -391,18 +544,27 @@ static void backward_segment(const params *p, int64_t row, const row_gradient *g
     }
     /* In place, the chosen logits are gone after the kernel. */
     const int64_t *index = p->index + row * p->candidates;
-    const int64_t kept = p->grad_logits == p->logits ? p->candidates : 0;
+    const int in_place = p->grad_logits == p->logits;
     double chosen[MEMLEAN_INPLACE_CANDIDATES];
-    for (int64_t k = 0; k < kept; k++) {
+    for (int64_t k = 0; in_place && k < p->candidates; k++) {
         const int64_t column = index[k] - p->first_token;
         chosen[k] = column >= begin && column < end ? load(p->dtype, p->logits, offset + column) : 0;
     }
 
-    const int64_t step = p->vocab_stride == 1 ? MEMLEAN_SEGMENT : gather_columns;
-    double buffer[gather_columns];
+    const int64_t step = columns_at_once(p);
+    double buffer[gather_columns], gathered_gradient[gather_columns];
+    uint64_t kept[kept_words];
+    if (!all_kept(p))
+        find_kept(p, row, begin, end, kept);
     for (int64_t j = begin; j < end; j += step) {
-        const int64_t n = min64(step, end - j);
-        kernel(columns(p, offset, j, n, buffer), n, &g->scale, &factors, (char *)gradient + (j - begin) * size);
+        const int64_t columns_here = min64(step, end - j);
+        int64_t n;
+        const uint64_t *kept_here = all_kept(p) ? NULL : kept + (j - begin) / 64;
+        const void *x = columns(p, offset, j, columns_here, kept_here, buffer, &n);
+        char *dx = (char *)gradient + (j - begin) * size;
+        kernel(x, n, &g->scale, &factors, n == columns_here ? (void *)dx : gathered_gradient);
+        if (n != columns_here)
+            spread((const char *)gathered_gradient, columns_here, kept_here, dx, (size_t)size);
     }
 
     /* Quadratic in the candidates of a row that fall into the segment. */
@@ -413,7 +575,7 @@ static void backward_segment(const params *p, int64_t row, const row_gradient *g
         double own = 0;
         for (int64_t l = 0; l < p->candidates; l++)
             own += index[l] == index[k] ? upstream(p, row * p->candidates + l) : 0;
-        const double x = kept ? chosen[k] : load(p->dtype, p->logits, offset + column * p->vocab_stride);
+        const double x = in_place ? chosen[k] : load(p->dtype, p->logits, offset + column * p->vocab_stride);
         store(p->dtype, gradient, column - begin, chosen_gradient(p, g, x, own));
     }
 }

@@ -78,14 +78,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits,
     return {logp, entropy, statistics, sum_p2, argmax};
 }
 
-std::tuple<Tensor, Tensor, Tensor> token_logprob_forward(Tensor logits, Tensor index, bool return_entropy,
-                                                         std::optional<Tensor> temperature,
-                                                         std::optional<Tensor> row_mask,
-                                                         std::optional<int64_t> ignore_index, int64_t first_token,
-                                                         int64_t index_limit, int64_t)
+std::tuple<Tensor, Tensor, Tensor>
+token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, std::optional<Tensor> temperature,
+                      std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
+                      int64_t index_limit, std::optional<Tensor> keep, std::optional<Tensor> keep_offsets, int64_t)
 {
     const auto [logp, entropy, statistics, sum_p2, argmax] =
-        forward(logits, index, return_entropy, false, {temperature, row_mask, ignore_index, first_token, index_limit});
+        forward(logits, index, return_entropy, false,
+                {temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets});
     return {logp, entropy, statistics};
 }
 
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_stats_forward(Tensor lo
                                                                        std::optional<Tensor> row_mask,
                                                                        std::optional<int64_t> ignore_index, int64_t)
 {
-    return forward(logits, index, true, true, {temperature, row_mask, ignore_index, 0, 0});
+    return forward(logits, index, true, true, {temperature, row_mask, ignore_index, 0, 0, {}, {}});
 }
 
 void backward(const Tensor &logits, const Tensor &index, const Tensor &statistics,
@@ -121,21 +121,22 @@ void backward(const Tensor &logits, const Tensor &index, const Tensor &statistic
 Tensor token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,
                               std::optional<Tensor> grad_entropy, std::optional<Tensor> temperature,
                               std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
-                              int64_t index_limit, int64_t)
+                              int64_t index_limit, std::optional<Tensor> keep, std::optional<Tensor> keep_offsets,
+                              int64_t)
 {
     const Tensor grad_logits = new_empty(logits, logits.sizes());
     backward(logits, index, statistics, grad_logp, grad_entropy,
-             {temperature, row_mask, ignore_index, first_token, index_limit}, grad_logits);
+             {temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets}, grad_logits);
     return grad_logits;
 }
 
 void token_logprob_backward_(Tensor logits, Tensor index, Tensor statistics, std::optional<Tensor> grad_logp,
                              std::optional<Tensor> grad_entropy, std::optional<Tensor> temperature,
                              std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
-                             int64_t index_limit)
+                             int64_t index_limit, std::optional<Tensor> keep, std::optional<Tensor> keep_offsets)
 {
     backward(logits, index, statistics, grad_logp, grad_entropy,
-             {temperature, row_mask, ignore_index, first_token, index_limit}, logits);
+             {temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets}, logits);
 }
 
 std::vector<std::string> names(const char *(*at)(int))

@@ -71,7 +71,8 @@ inline const void *rowwise(const Tensor &tensor, ScalarType dtype, int64_t count
 struct Options {
     std::optional<Tensor> temperature, row_mask;
     std::optional<int64_t> ignore_index;
-    int64_t first_token, index_limit; // index_limit 0: the vocabulary of logits
+    int64_t first_token, index_limit;         // index_limit 0: the vocabulary of logits
+    std::optional<Tensor> keep, keep_offsets; // a mask of logits' shape, or ids and the offsets of the rows in them
 };
 
 inline void check(const memlean_token_logprob_params &params, const Tensor &index, const Options &options)
@@ -95,7 +96,34 @@ inline void check(const memlean_token_logprob_params &params, const Tensor &inde
         require(false,
                 where("temperature", *options.temperature, position) + " must be finite and positive, got " + got);
     }
+    if (status == MEMLEAN_EKEPT)
+        throw std::out_of_range("memlean: " + where("keep: ids", *options.keep, position) + " is " +
+                                std::to_string(params.kept_ids[position]) + ", expected 0 <= id < " +
+                                std::to_string(params.vocab) + " (the vocabulary)");
+    if (status == MEMLEAN_EOFFSETS)
+        require(false, where("keep: offsets", *options.keep_offsets, position) + " is " +
+                           std::to_string(params.kept_offsets[position]) + ", expected offsets that rise from 0 to " +
+                           std::to_string(params.kept_count) + " (the number of ids)");
     require(status == MEMLEAN_OK, memlean_status_string(status));
+}
+
+inline void describe_kept(const Tensor &logits, const Tensor &keep, const std::optional<Tensor> &offsets,
+                          memlean_token_logprob_params &params)
+{
+    if (offsets) {
+        params.kept_count = keep.numel();
+        params.kept_ids = static_cast<const int64_t *>(rowwise(keep, ScalarType::Long, keep.numel(), "keep: ids"));
+        params.kept_offsets =
+            static_cast<const int64_t *>(rowwise(*offsets, ScalarType::Long, params.rows + 1, "keep: offsets"));
+        return;
+    }
+    require(keep.is_cpu() && keep.scalar_type() == ScalarType::Bool && keep.dim() == logits.dim(),
+            "keep must be a bool tensor on the CPU, of the shape of logits");
+    for (int64_t d = 0; d < logits.dim(); d++)
+        require(keep.size(d) == logits.size(d), "keep must have the shape of logits");
+    params.kept_mask = static_cast<const uint8_t *>(keep.data_ptr());
+    params.kept_mask_row_strides = keep.strides().data();
+    params.kept_mask_vocab_stride = keep.stride(logits.dim() - 1);
 }
 
 // `index` is contiguous int64 of shape [...] or [..., candidates]. The arguments must outlive the result, which points
@@ -134,6 +162,8 @@ inline memlean_token_logprob_params describe(const Tensor &logits, const Tensor 
         params.temperature =
             rowwise(*options.temperature, real_of(logits), params.temperature_step ? params.rows : 1, "temperature");
     }
+    if (options.keep)
+        describe_kept(logits, *options.keep, options.keep_offsets, params);
     return params;
 }
 

@@ -362,6 +362,56 @@ static void test_masks(const char *isa)
     destroy(&plain);
 }
 
+/* A kept set, as a mask with strides or as lists, gives what -inf in all other columns gives. */
+static void test_kept_set(const char *isa)
+{
+    enum { vocab = 40000, every = 701 };
+    static uint8_t mask[rows * vocab * 2];
+    static int64_t ids[rows * vocab];
+    const int64_t mask_strides[1] = {2 * vocab};
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
+        problem dropped, q;
+        make(&dropped, (memlean_dtype)dtype, PEAKED, vocab, 1);
+        int64_t offsets[rows + 1] = {0};
+        for (int64_t row = 0; row < rows; row++) {
+            offsets[row + 1] = offsets[row];
+            for (int64_t j = vocab - 1; j >= 0;
+                 j--) { /* the first half of row 1 alone; every column in a part of row 2 */
+                const int kept = row == 1 ? j < vocab / 2 : j % every == 5 || (row == 2 && j / 64 == 7);
+                mask[row * mask_strides[0] + 2 * j] = (uint8_t)(kept ? 1 + row : 0);
+                if (kept)
+                    ids[offsets[row + 1]++] = j;
+                if (!kept && j != dropped.index[row * candidates] && j != dropped.index[row * candidates + 1])
+                    put((memlean_dtype)dtype, dropped.logits, row * dropped.strides[0] + j, -INFINITY);
+            }
+        }
+        run(&dropped, 0);
+        for (int variant = 0; variant < 4; variant++) {
+            make(&q, (memlean_dtype)dtype, PEAKED, vocab, 1 + variant % 2);
+            if (variant < 2) {
+                q.params.kept_mask = mask;
+                q.params.kept_mask_row_strides = mask_strides;
+                q.params.kept_mask_vocab_stride = 2;
+            } else {
+                q.params.kept_ids = ids;
+                q.params.kept_offsets = offsets;
+                q.params.kept_count = offsets[rows];
+            }
+            run(&q, variant % 2);
+            CHECK(!memcmp(q.logp, dropped.logp, sizeof q.logp), "%s %s %d: logp", isa, dtype_names[dtype], variant);
+            CHECK(!memcmp(q.entropy, dropped.entropy, sizeof q.entropy), "%s %s %d: entropy", isa, dtype_names[dtype],
+                  variant);
+            int64_t other = 0; /* 0 and -0 are equal */
+            for (int64_t i = 0; i < rows * vocab; i++)
+                other += get((memlean_dtype)dtype, q.params.grad_logits, i) !=
+                         get((memlean_dtype)dtype, dropped.params.grad_logits, i);
+            CHECK(other == 0, "%s %s %d: %d gradients", isa, dtype_names[dtype], variant, (int)other);
+            destroy(&q);
+        }
+        destroy(&dropped);
+    }
+}
+
 static void test_inplace(const char *isa)
 {
     for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
@@ -514,6 +564,19 @@ static void test_refusals(void)
         CHECK(check(&q) == MEMLEAN_ETEMPERATURE, "temperature %g", (double)temperature);
     }
     q.params.temperature = NULL;
+    static const int64_t ids[3] = {1, 9, 10}, offsets[][rows + 1] = {{0, 1, 2, 3}, {1, 1, 2, 3}, {0, 2, 1, 3},
+                                                                     {0, 1, 4, 3}, {0, 1, 2, 2}, {0, 1, 2, 4}};
+    static const int64_t first_bad[] = {0, 0, 2, 2, 3, 3};
+    q.params.kept_ids = ids;
+    q.params.kept_count = 3;
+    for (int i = 0; i < 6; i++) {
+        q.params.kept_offsets = offsets[i];
+        const memlean_status status = memlean_token_logprob_check(&q.params, &position);
+        CHECK(i == 0 ? status == MEMLEAN_EKEPT && position == 2
+                     : status == MEMLEAN_EOFFSETS && position == first_bad[i],
+              "offsets %d: %d at %d", i, (int)status, (int)position);
+    }
+    q.params.kept_offsets = NULL;
     q.params.vocab = 0;
     CHECK(check(&q) == MEMLEAN_EARGUMENT, "empty vocabulary");
     q.params.vocab = 10;
@@ -548,6 +611,7 @@ int main(void)
         test_temperature(isa);
         test_extreme_temperatures(isa);
         test_masks(isa);
+        test_kept_set(isa);
         test_inplace(isa);
         test_shards(isa);
         test_extras(isa);
