@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python check clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz mutation check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -57,11 +57,19 @@ test-c:
 test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest
 
+# Needs clang: random calls of the C interface for FUZZ_SECONDS (600).
+fuzz:
+	$(MAKE) -C csrc fuzz
+
+# Breaks the code line by line and shows that tests fail. About an hour and a half.
+mutation: $(VENV)/memlean $(VENV)/test-tools
+	$(BIN)/python tests/mutation/mutants.py
+
 check: $(VENV)/memlean
 	$(BIN)/pip install -q ruff clang-format==20.1.8
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp')
+	$(BIN)/clang-format --dry-run -Werror $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp')
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info memlean/*.so

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from memlean import _ops, reference
 
@@ -95,16 +96,20 @@ def selective_log_softmax(
         _ignore_index(ignore_index),
         *((None, None) if keep is None else _keep(keep, logits)),
     )
-    # Always through a Function: whether anything needs a gradient is not visible here under vmap or forward-mode AD,
-    # and where nothing does, nothing is saved.
-    function = _TransformedTokenLogprob if _transforms_active() else _TokenLogprob
+    # A Function costs more than a small call itself.
+    if _transforms_active():
+        function = _TransformedTokenLogprob.apply
+    elif (logits.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        function = _TokenLogprob.apply
+    else:
+        function = _run
     chunk_bytes = _chunk_bytes(chunk_bytes)
-    logps, entropy, _ = function.apply(
+    logps, entropy, _ = function(
         logits, index, return_entropy and not full_entropy, *options, bool(inplace_backward), chunk_bytes
     )
     if full_entropy:
         everything = options._replace(keep=None, keep_offsets=None)
-        _, entropy, _ = function.apply(logits, index, True, *everything, False, chunk_bytes)
+        _, entropy, _ = function(logits, index, True, *everything, False, chunk_bytes)
     if out_dtype == "input":
         logps, entropy = logps.to(logits.dtype), entropy.to(logits.dtype)
     return (logps, entropy) if return_entropy else logps

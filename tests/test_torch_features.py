@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -192,6 +193,14 @@ def test_forward_mode_is_refused_in_one_sentence_and_never_silently_zero():
     logits, index = torch.randn(3, 9), torch.randint(9, (3,))
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jvp(lambda x: selective_log_softmax(x, index), (logits,), (torch.ones_like(logits),))
+
+
+def test_dual_numbers_are_refused_too():
+    logits, index = torch.randn(3, 5), torch.tensor([1, 2, 3])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits, torch.ones_like(logits))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            selective_log_softmax(dual, index)
 
 
 @pytest.mark.usefixtures("each_path")
