@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python check clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz-python check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -21,7 +21,7 @@ $(VENV)/memlean: $(VENV)/base setup.py pyproject.toml memlean_autoload.pth $(she
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/base
-	$(BIN)/pip install -q 'pytest>=8' 'matplotlib>=3.8' 'tqdm>=4.60'
+	$(BIN)/pip install -q 'pytest>=8' 'hypothesis>=6.100' 'matplotlib>=3.8' 'tqdm>=4.60'
 	touch $@
 
 $(VENV)/trainers: $(VENV)/base
@@ -56,6 +56,10 @@ test-c:
 
 test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest
+
+# Other random calls than `make test`, and more of them: about a quarter of an hour.
+fuzz-python: $(VENV)/memlean $(VENV)/test-tools
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -s tests/test_properties.py
 
 check: $(VENV)/memlean
 	$(BIN)/pip install -q ruff clang-format==20.1.8

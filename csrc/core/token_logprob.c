@@ -86,7 +86,7 @@ static const void *columns(const params *p, int64_t offset, int64_t begin, int64
 {
     const size_t size = element_size(p->dtype);
     const char *source = (const char *)p->logits + (offset + begin * p->vocab_stride) * (int64_t)size;
-    if (p->vocab_stride == 1)
+    if (p->vocab_stride == 1 || p->vocab == 1)
         return source;
     const int64_t step = p->vocab_stride * (int64_t)size;
     for (int64_t j = 0; j < n; j++)
@@ -96,7 +96,7 @@ static const void *columns(const params *p, int64_t offset, int64_t begin, int64
 
 /* ---- Checks ----------------------------------------------------------------------------------------------------- */
 
-/* The farthest element that any stride reaches is an int64_t of bytes away. */
+/* The farthest element that any stride reaches is an int64_t of bytes away. One element has any stride. */
 static int offsets_fit(const params *p)
 {
     int64_t reach = 0;
@@ -105,6 +105,8 @@ static int offsets_fit(const params *p)
         const int64_t stride = d < p->row_dims ? p->row_strides[d] : p->vocab_stride;
         const int64_t distance = stride < 0 ? -(stride + 1) : stride;
         const int64_t limit = INT64_MAX / 16;
+        if (size == 1)
+            continue;
         if (distance > limit || (distance > 0 && size - 1 > (limit - reach) / distance))
             return 0;
         reach += (size - 1) * distance;
@@ -121,7 +123,7 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
     if (p->first_token < 0 || p->index_limit < p->vocab || p->first_token > p->index_limit - p->vocab)
         return MEMLEAN_EARGUMENT;
     if (p->grad_logits == p->logits && p->logits &&
-        (p->vocab_stride != 1 || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
+        ((p->vocab_stride != 1 && p->vocab > 1) || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
         return MEMLEAN_EARGUMENT;
     int64_t rows = 1;
     for (int d = 0; d < p->row_dims; d++) {
