@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz mutation check clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -21,7 +21,7 @@ $(VENV)/memlean: $(VENV)/base setup.py pyproject.toml memlean_autoload.pth $(she
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/base
-	$(BIN)/pip install -q 'pytest>=8' 'matplotlib>=3.8' 'tqdm>=4.60'
+	$(BIN)/pip install -q 'pytest>=8' 'hypothesis>=6.100' 'matplotlib>=3.8' 'tqdm>=4.60'
 	touch $@
 
 $(VENV)/trainers: $(VENV)/base
@@ -60,6 +60,10 @@ test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 # Needs clang: random calls of the C interface for FUZZ_SECONDS (600).
 fuzz:
 	$(MAKE) -C csrc fuzz
+
+# Other random calls than `make test`, and more of them: about a quarter of an hour.
+fuzz-python: $(VENV)/memlean $(VENV)/test-tools
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -s tests/test_properties.py
 
 # Breaks the code line by line and shows that tests fail. About an hour and a half.
 mutation: $(VENV)/memlean $(VENV)/test-tools

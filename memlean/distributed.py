@@ -125,7 +125,7 @@ class _VocabParallelTokenLogprob(torch.autograd.Function):
         ctx.return_entropy, ctx.ignore_index, ctx.first_token = return_entropy, ignore_index, begin
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*((statistics,) if return_entropy else (entropy, statistics)))
-        ctx.save_for_backward(logits, index, statistics, temperature, row_mask)
+        ctx.save_for_backward(logits, *functional._saveable(index, statistics, temperature, row_mask))
         return logps, entropy, statistics
 
     @staticmethod

@@ -270,8 +270,10 @@ def _temperature_per_row(temperature: float | Tensor, logits: Tensor, index: Ten
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, int | float):
             raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
-        if not (0 < temperature < math.inf):
-            raise ValueError(f"temperature must be finite and positive, got {temperature}")
+        range_of = torch.finfo(real)
+        if not (range_of.tiny * range_of.eps <= temperature <= range_of.max):
+            outside = f" in {str(real).removeprefix('torch.')}" if 0 < temperature < math.inf else ""
+            raise ValueError(f"temperature must be finite and positive{outside}, got {temperature}")
         return None if temperature == 1 else logits.new_full((), temperature, dtype=real)
     if temperature.is_complex() or temperature.dtype == torch.bool:
         raise TypeError(f"temperature must be a real number or tensor, got {temperature.dtype}")
@@ -344,6 +346,8 @@ def _entropy_over(entropy_over: str | None, keep: object, inplace_backward: bool
 def _ignore_index(ignore_index: int | None) -> int | None:
     if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
         raise TypeError(f"ignore_index must be an int or None, got {type(ignore_index).__name__}")
+    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must be within int64, got {ignore_index}")
     return ignore_index
 
 
@@ -353,7 +357,14 @@ def _chunk_bytes(chunk_bytes: int | None) -> int:
         return 0
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be a positive number of bytes or None, got {chunk_bytes!r}")
-    return chunk_bytes
+    return min(chunk_bytes, 2**63 - 1)
+
+
+def _saveable(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """Copies of those that come from inference_mode, as rollouts do: autograd would refuse to save them."""
+    if torch.compiler.is_compiling():  # which cannot ask, and does not save by itself
+        return tensors
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
 
 
 def _as_int64(index: Tensor) -> Tensor:
@@ -469,7 +480,7 @@ class _TokenStats(torch.autograd.Function):
         outputs = (logp, entropy, logsumexp, argmax, highest, sum_p2, statistics)
         differentiable = (True, entropy_wanted, logsumexp_wanted, False, False, False, False)
         ctx.mark_non_differentiable(*(x for x, yes in zip(outputs, differentiable, strict=True) if not yes))
-        ctx.save_for_backward(logits, index, statistics, temperature, row_mask)
+        ctx.save_for_backward(logits, *_saveable(index, statistics, temperature, row_mask))
         return outputs
 
     @staticmethod
@@ -551,4 +562,4 @@ def _save(ctx, inputs, outputs) -> None:
     ctx.logits_overwritten = False
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*((statistics,) if ctx.return_entropy else (entropy, statistics)))
-    ctx.save_for_backward(logits, index, statistics, temperature, row_mask, keep, offsets)
+    ctx.save_for_backward(logits, *_saveable(index, statistics, temperature, row_mask, keep, offsets))

@@ -400,13 +400,17 @@ def differentiable_gradient(
         rows = _flatten(logits, index, None, None, ignore_index, keep=keep, keep_offsets=keep_offsets)
         dropped = rows.drop_columns(x.new_zeros(rows.index.shape[0], x.shape[-1])).view(x.shape).isneginf()
         x = x.masked_fill(dropped, -torch.inf)
-    inverse = 1.0 if temperature is None else 1 / temperature.unsqueeze(-1)
+    inverse = 1.0 if temperature is None else (1 / temperature.unsqueeze(-1)).clamp(max=torch.finfo(x.dtype).max)
     x = x.masked_fill(unused & x.log_softmax(-1).isnan().any(-1, keepdim=True), 0.0)
-    log_p = (x * inverse).log_softmax(-1)
+    # As in the lean passes: no quotient of a low temperature overflows, and p near 1 keeps the digits of 1 - p.
+    where_top = x.argmax(-1, keepdim=True)
+    shifted = (x - x.gather(-1, where_top)) * inverse
+    log_p = shifted - shifted.exp().scatter(-1, where_top, 0.0).sum(-1, keepdim=True).log1p()
     p = log_p.exp()
     gradient = torch.zeros_like(p)
     if g is not None:
-        gradient = gradient.scatter_add(-1, chosen, g) - p * g.sum(-1, keepdim=True)
+        own = gradient.scatter_add(-1, chosen, g)
+        gradient = -log_p.expm1() * own - p * (g.sum(-1, keepdim=True) - own)
     if h is not None:
         log_p = log_p.masked_fill(log_p.isneginf(), 0.0)  # 0 log 0 = 0
         entropy = -(p * log_p).sum(-1, keepdim=True)

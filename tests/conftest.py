@@ -6,7 +6,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import oracle` from every test
 
-from memlean import _ops, reference
+import paths
+
+from memlean import _ops
 
 PATHS = ["native", "generic"] if _ops.native else ["generic"]
 
@@ -22,10 +24,10 @@ def seed():
 
 
 @pytest.fixture
-def generic_path(monkeypatch):
+def generic_path():
     """The functions of the generic path, called directly, so that tests see the operators inside them."""
-    for name in ("token_logprob_forward", "token_logprob_backward", "token_logprob_backward_", "token_stats_forward"):
-        monkeypatch.setattr(_ops, name, getattr(reference, name))
+    with paths.generic():
+        yield
 
 
 @pytest.fixture(params=PATHS)

@@ -15,7 +15,7 @@ def bits(*tensors: Tensor) -> str:
     for tensor in tensors:
         if tensor.is_floating_point():  # one NaN is as good as another
             tensor = tensor.detach().masked_fill(tensor.isnan(), torch.nan)
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

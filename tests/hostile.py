@@ -46,11 +46,14 @@ ROWS = {
 }
 
 
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, with its largest finite value, not inf, for what is beyond: +inf is another test."""
+    return x.where(x.isinf(), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)).to(dtype)
+
+
 def row(name: str, vocab: int, dtype: torch.dtype) -> Tensor:
     torch.manual_seed(vocab)
-    x = ROWS[name](vocab).double()
-    # The largest finite value of a narrower format, not inf: +inf is another test.
-    return x.where(x.isinf(), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)).to(dtype)
+    return narrowed(ROWS[name](vocab).double(), dtype)
 
 
 def rows(vocab: int, dtype: torch.dtype) -> Tensor:

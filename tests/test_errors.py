@@ -98,6 +98,11 @@ def test_unusable_chunk_bytes(value):
         selective_log_softmax(LOGITS, INDEX, chunk_bytes=value)
 
 
+@pytest.mark.usefixtures("each_path")
+def test_a_budget_beyond_int64_is_no_limit():
+    assert torch.equal(selective_log_softmax(LOGITS, INDEX, chunk_bytes=2**70), selective_log_softmax(LOGITS, INDEX))
+
+
 def test_options_are_keywords():
     with pytest.raises(TypeError, match="positional"):
         selective_log_softmax(LOGITS, INDEX, False, "input")

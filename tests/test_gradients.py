@@ -102,6 +102,13 @@ def test_create_graph_gives_the_same_first_derivative():
     assert_gradients(gradient_of(logits, index, *upstream, create_graph=True), plain, scale=10)
 
 
+def test_create_graph_keeps_the_precision_near_certainty():
+    logits, index = torch.tensor([[14.0, 0.0, -1.0]]), torch.tensor([0])
+    got = gradient_of(logits, index, torch.ones(1), None, create_graph=True)
+    exact = oracle.gradient(logits, index, torch.ones(1), None)
+    assert (got / exact - 1).abs().max() <= 2e-6
+
+
 @pytest.mark.parametrize("dtype", hostile.DTYPES, ids=str)
 def test_twice_with_retain_graph_gives_the_same_bits(dtype):
     logits = hostile.rows(3000, dtype).requires_grad_()

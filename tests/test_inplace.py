@@ -122,6 +122,26 @@ def test_without_a_gradient_nothing_is_written():
 
 
 SOURCE = torch.zeros(4, 10, requires_grad=True)
+
+
+def test_one_token_and_any_stride_of_its_dimension():
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.empty_strided((4, 1), (1, 7)).copy_(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    weight = torch.randn(4, 1, requires_grad=True)
+    logits = Strided.apply(weight)
+    assert logits.stride() == (1, 7)
+    assert logits.is_contiguous()
+    selective_log_softmax(logits, torch.zeros(4).long(), inplace_backward=True).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(4, 1))
+
+
 REFUSED = {
     "a leaf": (lambda: torch.zeros(4, 10, requires_grad=True), "logits, which are a leaf"),
     "a parameter": (lambda: torch.nn.Parameter(torch.zeros(4, 10)), "logits, which are a leaf"),

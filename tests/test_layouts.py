@@ -48,6 +48,18 @@ def test_same_bits_as_a_contiguous_copy(layout, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("stride", [0, 7, 2**62])
+@pytest.mark.usefixtures("each_path")
+def test_a_dimension_of_one_element_may_have_any_stride(shape, stride):
+    logits = torch.randn(shape)
+    steps = zip(shape, logits.stride(), strict=True)
+    odd = logits.as_strided(shape, [stride if size == 1 else step for size, step in steps])
+    index = torch.zeros(shape[0], dtype=torch.long)
+    for a, b in zip(results(odd, index), results(logits, index), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("vocab", [2047, 5000, 33000])
 @pytest.mark.usefixtures("each_path")
 def test_long_rows_with_a_vocabulary_stride(vocab):

@@ -65,6 +65,14 @@ def test_extreme_temperatures(dtype, temperature):
         assert torch.allclose(entropy, torch.tensor([3.0], dtype=entropy.dtype).log())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_low_temperature_of_large_logits_stays_finite(create_graph):
+    logits = torch.tensor([[1e38, 1e38, 0.0]], requires_grad=True)
+    logps = selective_log_softmax(logits, torch.tensor([0]), temperature=0.01)
+    (gradient,) = torch.autograd.grad(logps.sum(), logits, create_graph=create_graph)
+    assert torch.allclose(gradient, torch.tensor([[50.0, -50.0, 0.0]]))
+
+
 def test_a_temperature_of_one_changes_no_bit():
     logits, index = torch.randn(4, 3000), torch.randint(3000, (4,))
     plain = selective_log_softmax(logits, index, return_entropy=True)
@@ -227,6 +235,9 @@ ERRORS = {
     "negative": (ValueError, {"temperature": -0.5}, "temperature must be finite and positive, got -0.5"),
     "nan": (ValueError, {"temperature": float("nan")}, "temperature must be finite and positive, got nan"),
     "inf": (ValueError, {"temperature": float("inf")}, "temperature must be finite and positive, got inf"),
+    "beyond float32": (ValueError, {"temperature": 1e39}, "must be finite and positive in float32, got 1e[+]39"),
+    "beneath float32": (ValueError, {"temperature": 1e-50}, "must be finite and positive in float32, got 1e-50"),
+    "beyond any float": (ValueError, {"temperature": 10**400}, "must be finite and positive in float32, got 1000"),
     "a string": (TypeError, {"temperature": "warm"}, "temperature must be a number or a tensor, got str"),
     "a bool": (TypeError, {"temperature": True}, "temperature must be a number or a tensor, got bool"),
     "complex": (TypeError, {"temperature": torch.ones(3) * 1j}, "temperature must be a real number or tensor, got tor"),
@@ -242,6 +253,7 @@ ERRORS = {
     "mask shape": (ValueError, {"row_mask": torch.ones(3)}, r"row_mask must have .* rows, \[2, 3\], got \[3\]"),
     "mask device": (ValueError, {"row_mask": torch.ones(2, 3, device="meta")}, "one device, got cpu and meta"),
     "ignore float": (TypeError, {"ignore_index": -100.0}, "ignore_index must be an int or None, got float"),
+    "ignore beyond int64": (ValueError, {"ignore_index": 2**63}, "ignore_index must be within int64, got 92233720"),
     "ignore bool": (TypeError, {"ignore_index": False}, "ignore_index must be an int or None, got bool"),
 }
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from memlean import selective_log_softmax
+from memlean import selective_log_softmax, token_stats
 
 
 def batch(dtype=torch.float32, rows=6, vocab=200):
@@ -58,6 +58,19 @@ def test_inference_tensors():
     for a, b in zip(inside, outside, strict=True):
         assert torch.equal(a, b)
         assert not b.requires_grad
+
+
+@pytest.mark.parametrize("function", [selective_log_softmax, lambda *args, **kwargs: token_stats(*args, **kwargs).logp])
+@pytest.mark.usefixtures("each_path")
+def test_tokens_and_options_from_inference_mode_beside_logits_to_train(function):
+    with torch.inference_mode():
+        index = torch.tensor([1, 2, 3])
+        options = {"temperature": torch.tensor([0.5, 1.0, 2.0]), "row_mask": torch.tensor([True, False, True])}
+    logits = torch.randn(3, 50, requires_grad=True)
+    (got,) = torch.autograd.grad(function(logits, index, **options).sum(), logits)
+    normal = {name: option.clone() for name, option in options.items()}
+    (expected,) = torch.autograd.grad(selective_log_softmax(logits, index.clone(), **normal).sum(), logits)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.usefixtures("each_path")

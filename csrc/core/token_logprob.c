@@ -202,10 +202,11 @@ static int64_t columns_at_once(const params *p)
 static const void *columns(const params *p, int64_t offset, int64_t begin, int64_t n, const uint64_t *kept,
                            void *buffer, int64_t *count)
 {
-    const int64_t size = (int64_t)element_size(p->dtype), step = p->vocab_stride * size;
+    const int64_t size = (int64_t)element_size(p->dtype);
+    const int64_t step = p->vocab == 1 ? size : p->vocab_stride * size; /* one column may have any stride */
     const char *source = (const char *)p->logits + offset * size + begin * step;
     *count = n;
-    if (!kept && p->vocab_stride == 1)
+    if (!kept && step == size)
         return source;
     double minus_inf;
     store(p->dtype, &minus_inf, 0, -INFINITY);
@@ -220,7 +221,7 @@ static const void *columns(const params *p, int64_t offset, int64_t begin, int64
 
 /* ---- Checks ----------------------------------------------------------------------------------------------------- */
 
-/* The farthest element that any stride reaches is an int64_t of bytes away. */
+/* The farthest element that any stride reaches is an int64_t of bytes away. One element has any stride. */
 static int offsets_fit(const params *p, const int64_t *row_strides, int64_t vocab_stride)
 {
     int64_t reach = 0;
@@ -229,6 +230,8 @@ static int offsets_fit(const params *p, const int64_t *row_strides, int64_t voca
         const int64_t stride = d < p->row_dims ? row_strides[d] : vocab_stride;
         const int64_t distance = stride < 0 ? -(stride + 1) : stride;
         const int64_t limit = INT64_MAX / 16;
+        if (size == 1)
+            continue;
         if (distance > limit || (distance > 0 && size - 1 > (limit - reach) / distance))
             return 0;
         reach += (size - 1) * distance;
@@ -265,7 +268,7 @@ memlean_status memlean_token_logprob_check(const params *p, int64_t *position)
     if (p->first_token < 0 || p->index_limit < p->vocab || p->first_token > p->index_limit - p->vocab)
         return MEMLEAN_EARGUMENT;
     if (p->grad_logits == p->logits && p->logits &&
-        (p->vocab_stride != 1 || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
+        ((p->vocab_stride != 1 && p->vocab > 1) || p->candidates > MEMLEAN_INPLACE_CANDIDATES))
         return MEMLEAN_EARGUMENT;
     int64_t rows = 1;
     for (int d = 0; d < p->row_dims; d++) {

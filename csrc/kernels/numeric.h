@@ -169,8 +169,9 @@ static inline float ml_f16_to_float(uint16_t x)
     const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
     if (rest >= 0x7c00) /* infinity, NaN */
         return ml_bits_to_float(sign | 0x7f800000u | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000u : 0));
-    /* Scaling by 2^112 moves the exponent's bias from 15 to 127, for normal and denormal numbers alike. */
-    return ml_bits_to_float(sign | ml_float_to_bits(ml_bits_to_float(rest << 13) * 0x1p112f));
+    if (rest < 0x400) /* denormal; no float on the way is, as torch.set_flush_denormal would make that 0 */
+        return ml_bits_to_float(sign | ml_float_to_bits((float)rest * 0x1p-24f));
+    return ml_bits_to_float(sign | ((rest << 13) + 0x38000000u)); /* the exponent's bias from 15 to 127 */
 }
 
 static inline uint16_t ml_float_to_f16(float value)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -17,9 +19,21 @@ namespace
 using memlean::Options;
 using memlean::ScalarType;
 using memlean::Tensor;
-using torch::stable::new_empty;
 
 bool hugepages_wanted = true;
+
+// The stable API reports every failure as a line of its own header; the one that happens is that memory has run out.
+Tensor new_empty(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype)
+{
+    try {
+        return torch::stable::new_empty(like, sizes, dtype);
+    } catch (const std::runtime_error &) {
+        std::string shape;
+        for (const int64_t size : sizes)
+            shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+        throw std::runtime_error("memlean: not enough memory for a tensor of shape [" + shape + "]");
+    }
+}
 
 // Calls f(begin, end) on all of [0, items), each item worth `elements` logits. Threads take the next piece when they
 // are done with one: masked rows take no time, and stand together. The results do not depend on who computes what.
@@ -124,7 +138,7 @@ Tensor token_logprob_backward(Tensor logits, Tensor index, Tensor statistics, st
                               int64_t index_limit, std::optional<Tensor> keep, std::optional<Tensor> keep_offsets,
                               int64_t)
 {
-    const Tensor grad_logits = new_empty(logits, logits.sizes());
+    const Tensor grad_logits = new_empty(logits, logits.sizes(), logits.scalar_type());
     backward(logits, index, statistics, grad_logp, grad_entropy,
              {temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets}, grad_logits);
     return grad_logits;
