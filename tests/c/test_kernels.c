@@ -192,15 +192,20 @@ static void compare_with_oracle(const problem *q, const char *label)
     long double *e = allocate((size_t)p->vocab * sizeof *e);
     for (int64_t row = 0; row < rows; row++) {
         const int64_t offset = row * q->strides[0];
-        long double m = -INFINITY, sum = 0, mean = 0, total = 0;
-        for (int64_t j = 0; j < p->vocab; j++)
-            m = fmaxl(m, (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride));
+        long double m = -INFINITY, excess = 0, mean = 0, total = 0;
+        int64_t top = -1;
+        for (int64_t j = 0; j < p->vocab; j++) {
+            const long double x = get(p->dtype, q->logits, offset + j * p->vocab_stride);
+            top = x > m ? j : top;
+            m = x > m ? x : m;
+        }
         for (int64_t j = 0; j < p->vocab; j++) {
             const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m;
             e[j] = expl(t);
-            sum += e[j];
+            excess += j == top ? e[j] - 1 : e[j]; /* long double may be no wider than double */
             mean += e[j] > 0 ? e[j] * t : 0;
         }
+        const long double sum = 1 + excess;
         if (isnan(sum)) { /* no distribution: NaN, and zeros where no gradient was asked for */
             CHECK(isnan(get(real(q), q->entropy, row)) && isnan(get(real(q), q->logp, row * candidates)), "%s", label);
             int64_t wrong = 0;
@@ -212,7 +217,7 @@ static void compare_with_oracle(const problem *q, const char *label)
             continue;
         }
         mean /= sum;
-        const long double log_sum = logl(sum), entropy = log_sum - mean;
+        const long double log_sum = log1pl(excess), entropy = log_sum - mean;
         const double got_entropy = get(real(q), q->entropy, row);
         CHECK(fabsl(got_entropy - entropy) <= (is_double ? 1e-13L : 1e-6L), "%s: entropy %.9g, expected %.9Lg", label,
               got_entropy, entropy);
