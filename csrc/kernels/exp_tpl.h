@@ -11,7 +11,7 @@ static inline ML_V(t) ML_V(exp_split)(ML_V(t) u, ML_V(t) rate, ML_V(t) * scale)
 {
     const ML_V(t) magic = ML_V(set1)(ML_EXPF_MAGIC);
     const ML_V(t) shifted = ML_V(fnma)(u, rate, magic);
-    const ML_V(t) r = ML_V(fnms)(u, rate, ML_V(sub)(shifted, magic));
+    const ML_V(t) r = ML_V(fnma)(u, rate, ML_V(sub)(magic, shifted));
     ML_V(t) p = ML_V(fma)(ML_V(set1)(ML_EXPF_C3), r, ML_V(set1)(ML_EXPF_C2));
     p = ML_V(fma)(p, r, ML_V(set1)(ML_EXPF_C1));
     *scale = ML_V(exp2_eighths)(shifted);

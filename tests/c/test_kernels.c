@@ -1,8 +1,12 @@
 /*
  * Every kernel of kernels.def at every level of this CPU, through the public interface: against a long double oracle,
  * and bit for bit against the generic level.
+ *
+ * With the argument `fingerprint`, instead: one hash of all results for each level, dtype, pass and set of outputs,
+ * which is the same for every level, machine, compiler and degree of optimisation.
  */
 #include <float.h>
+#include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,8 +35,9 @@ static const size_t sizes[] = {4, 2, 2, 8};
 /* Half a unit in the last place of each dtype, as a fraction: what one rounding of a gradient may cost. */
 static const double roundings[] = {0x1p-24, 0x1p-8, 0x1p-11, 0x1p-53};
 
-typedef enum { FLAT, PEAKED, OFFSET, MASKED, ASCENDING, PAIRS, FAMILIES } family;
-static const char *const family_names[] = {"flat", "peaked", "offset", "masked", "ascending", "pairs"};
+typedef enum { FLAT, PEAKED, OFFSET, MASKED, ASCENDING, PAIRS, TINY, INVALID, FAMILIES } family;
+static const char *const family_names[] = {"flat",      "peaked", "offset", "masked",
+                                           "ascending", "pairs",  "tiny",   "invalid"};
 
 static uint64_t seed;
 
@@ -42,7 +47,7 @@ static double uniform(void)
     return (double)(seed >> 11) * 0x1p-53;
 }
 
-static double logit(family kind, int64_t j, int64_t vocab)
+static double logit(family kind, int64_t row, int64_t j, int64_t vocab)
 {
     const double noise = 6 * uniform() - 3;
     switch (kind) {
@@ -56,6 +61,10 @@ static double logit(family kind, int64_t j, int64_t vocab)
         return (double)j / (double)vocab;
     case PAIRS: /* two columns of one lane, whose probabilities are 1 - 1e-6 and 1e-6 */
         return j == 0 ? 0 : j == 32 ? -13.815511 : -60000;
+    case TINY: /* denormal in half precision */
+        return 1e-5 * noise;
+    case INVALID: /* a NaN in the first row, +inf in the second */
+        return j == vocab / 2 && row < 2 ? row == 0 ? (double)NAN : (double)INFINITY : noise;
     default:
         return noise;
     }
@@ -93,7 +102,8 @@ typedef struct {
     int64_t sizes[1], strides[1], index[rows * candidates];
     void *logits;
     double logp[rows * candidates], entropy[rows], statistics[rows * MEMLEAN_STATISTICS];
-    double grad_logp[rows * candidates], grad_entropy[rows];
+    double sum_p2[rows], grad_logp[rows * candidates], grad_entropy[rows];
+    int64_t argmax[rows];
 } problem;
 
 static memlean_dtype real(const problem *q)
@@ -118,7 +128,7 @@ static void make(problem *q, memlean_dtype dtype, family kind, int64_t vocab, in
     q->logits = allocate((size_t)(rows * q->strides[0]) * sizes[dtype]);
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t j = 0; j < vocab; j++)
-            put(dtype, q->logits, row * q->strides[0] + j * vocab_stride, logit(kind, j, vocab));
+            put(dtype, q->logits, row * q->strides[0] + j * vocab_stride, logit(kind, row, j, vocab));
         q->index[row * candidates] = kind == PEAKED ? vocab / 2 : kind == PAIRS ? 0 : vocab - 1;
         q->index[row * candidates + 1] = row == 1 ? q->index[row * candidates] : vocab / 3; /* one duplicate */
     }
@@ -179,26 +189,35 @@ static void compare_with_oracle(const problem *q, const char *label)
 {
     const memlean_token_logprob_params *p = &q->params;
     const int is_double = p->dtype == MEMLEAN_F64;
+    long double *e = allocate((size_t)p->vocab * sizeof *e);
     for (int64_t row = 0; row < rows; row++) {
         const int64_t offset = row * q->strides[0];
-        long double m = -INFINITY, sum = 0, mean = 0, total = 0;
-        for (int64_t j = 0; j < p->vocab; j++)
-            m = fmaxl(m, (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride));
+        long double m = -INFINITY, excess = 0, mean = 0, total = 0;
+        int64_t top = -1;
         for (int64_t j = 0; j < p->vocab; j++) {
-            const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m, e = expl(t);
-            sum += e;
-            mean += e > 0 ? e * t : 0;
+            const long double x = get(p->dtype, q->logits, offset + j * p->vocab_stride);
+            top = x > m ? j : top;
+            m = x > m ? x : m;
         }
-        if (m == -INFINITY) { /* no distribution: NaN, and zeros where no gradient was asked for */
+        for (int64_t j = 0; j < p->vocab; j++) {
+            const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m;
+            e[j] = expl(t);
+            excess += j == top ? e[j] - 1 : e[j]; /* long double may be no wider than double */
+            mean += e[j] > 0 ? e[j] * t : 0;
+        }
+        const long double sum = 1 + excess;
+        if (isnan(sum)) { /* no distribution: NaN, and zeros where no gradient was asked for */
             CHECK(isnan(get(real(q), q->entropy, row)) && isnan(get(real(q), q->logp, row * candidates)), "%s", label);
+            int64_t wrong = 0;
             for (int64_t j = 0; j < p->vocab; j++) {
                 const double got = get(p->dtype, p->grad_logits, row * p->vocab + j);
-                CHECK(row < 2 ? isnan(got) : got == 0, "%s: row %d gradient %g", label, (int)row, got);
+                wrong += !(row < 2 ? isnan(got) : got == 0);
             }
+            CHECK(wrong == 0, "%s: row %d: gradient of %d columns", label, (int)row, (int)wrong);
             continue;
         }
         mean /= sum;
-        const long double log_sum = logl(sum), entropy = log_sum - mean;
+        const long double log_sum = log1pl(excess), entropy = log_sum - mean;
         const double got_entropy = get(real(q), q->entropy, row);
         CHECK(fabsl(got_entropy - entropy) <= (is_double ? 1e-13L : 1e-6L), "%s: entropy %.9g, expected %.9Lg", label,
               got_entropy, entropy);
@@ -217,7 +236,7 @@ static void compare_with_oracle(const problem *q, const char *label)
         const long double h = get(real(q), q->grad_entropy, row);
         for (int64_t j = 0; j < p->vocab; j++) {
             const long double t = (long double)get(p->dtype, q->logits, offset + j * p->vocab_stride) - m;
-            const long double probability = expl(t) / sum;
+            const long double probability = e[j] / sum;
             long double expected = -probability * (total + (probability > 0 ? h * (t - mean) : 0));
             for (int k = 0; k < candidates; k++)
                 if (p->index[row * candidates + k] == j)
@@ -235,10 +254,29 @@ static void compare_with_oracle(const problem *q, const char *label)
             }
         }
     }
+    free(e);
 }
 
 /* ---- The same bits ------------------------------------------------------------------------------------------------
  */
+
+static void one_nan(memlean_dtype dtype, void *data, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (isnan(get(dtype, data, i)))
+            put(dtype, data, i, NAN);
+}
+
+/* The sign and payload of a NaN are the processor's choice; one NaN is as good as another. */
+static void run_with_one_nan(problem *q, int split)
+{
+    run(q, split);
+    one_nan(real(q), q->logp, rows * candidates);
+    one_nan(real(q), q->entropy, rows);
+    one_nan(real(q), q->statistics, rows * MEMLEAN_STATISTICS);
+    one_nan(real(q), q->sum_p2, rows);
+    one_nan(q->params.dtype, q->params.grad_logits, rows * q->params.vocab);
+}
 
 static void compare_bits(const problem *a, const problem *b, const char *label)
 {
@@ -256,7 +294,7 @@ static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
     problem first, other;
     memlean_isa_select("generic");
     make(&first, dtype, kind, vocab, 1);
-    run(&first, 0);
+    run_with_one_nan(&first, 0);
     snprintf(label, sizeof label, "generic %s %s vocab %d", dtype_names[dtype], family_names[kind], (int)vocab);
     compare_with_oracle(&first, label);
     const char *isa;
@@ -266,7 +304,7 @@ static void test_problem(memlean_dtype dtype, family kind, int64_t vocab)
             snprintf(label, sizeof label, "%s %s %s vocab %d variant %d", isa, dtype_names[dtype], family_names[kind],
                      (int)vocab, variant);
             make(&other, dtype, kind, vocab, variant == 2 ? 3 : 1);
-            run(&other, variant == 1);
+            run_with_one_nan(&other, variant == 1);
             compare_bits(&first, &other, label);
             destroy(&other);
         }
@@ -462,12 +500,10 @@ static void test_shards(const char *isa)
 static void test_extras(const char *isa)
 {
     problem q;
-    int64_t argmax[rows];
-    double sum_p2[rows];
     for (int split = 0; split < 2; split++) {
         make(&q, MEMLEAN_F64, FLAT, 70001, 1);
-        q.params.argmax = argmax;
-        q.params.sum_p2 = sum_p2;
+        q.params.argmax = q.argmax;
+        q.params.sum_p2 = q.sum_p2;
         run(&q, split);
         for (int64_t row = 0; row < rows; row++) {
             const double *x = (const double *)q.logits + row * q.strides[0];
@@ -480,8 +516,8 @@ static void test_extras(const char *isa)
                 sum += e;
                 squares += e * e;
             }
-            CHECK(argmax[row] == first, "%s: arg-max %d, expected %d", isa, (int)argmax[row], (int)first);
-            CHECK(fabsl(sum_p2[row] - squares / (sum * sum)) < 1e-15L, "%s: sum of squares %g", isa, sum_p2[row]);
+            CHECK(q.argmax[row] == first, "%s: arg-max %d, expected %d", isa, (int)q.argmax[row], (int)first);
+            CHECK(fabsl(q.sum_p2[row] - squares / (sum * sum)) < 1e-15L, "%s: sum of squares %g", isa, q.sum_p2[row]);
         }
         destroy(&q);
     }
@@ -594,8 +630,75 @@ static void test_refusals(void)
         CHECK(strlen(memlean_status_string((memlean_status)status)) > 0, "status %d", status);
 }
 
-int main(void)
+/* ---- Fingerprint --------------------------------------------------------------------------------------------------
+ */
+
+/* FNV-1a */
+static void hash(uint64_t *state, const void *data, size_t bytes)
 {
+    for (size_t i = 0; i < bytes; i++)
+        *state = (*state ^ ((const unsigned char *)data)[i]) * 0x100000001b3u;
+}
+
+typedef enum { LOGP, ENTROPY, ALL, OUTPUTS } outputs;
+static const char *const output_names[] = {"logp", "entropy", "all"};
+
+static void fingerprint_problem(memlean_dtype dtype, family kind, int64_t vocab, outputs wanted, int tempered,
+                                uint64_t *forward, uint64_t *backward)
+{
+    double temperatures[rows] = {0};
+    problem q;
+    make(&q, dtype, kind, vocab, 1);
+    for (int row = 0; row < rows; row++)
+        put(real(&q), temperatures, row, 0.3 + 0.85 * row);
+    if (tempered) {
+        q.params.temperature = temperatures;
+        q.params.temperature_step = 1;
+    }
+    if (wanted == LOGP) {
+        q.params.entropy = NULL;
+        q.params.grad_entropy = NULL;
+    } else if (wanted == ALL) {
+        q.params.sum_p2 = q.sum_p2;
+        q.params.argmax = q.argmax;
+    }
+    run_with_one_nan(&q, 0);
+    hash(forward, q.logp, sizeof q.logp);
+    hash(forward, q.entropy, sizeof q.entropy);
+    hash(forward, q.statistics, sizeof q.statistics);
+    hash(forward, q.sum_p2, sizeof q.sum_p2);
+    hash(forward, q.argmax, sizeof q.argmax);
+    hash(backward, q.params.grad_logits, (size_t)(rows * vocab) * sizes[dtype]);
+    destroy(&q);
+}
+
+static int print_fingerprint(void)
+{
+    static const int64_t vocabs[] = {1, 33, 2049, 70001};
+    const uint64_t start = 0xcbf29ce484222325u;
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        memlean_isa_select(isa);
+        for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
+            for (int wanted = 0; wanted < OUTPUTS; wanted++) {
+                uint64_t forward = start, backward = start;
+                for (int kind = 0; kind < FAMILIES; kind++)
+                    for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
+                        for (int tempered = 0; tempered < 2; tempered++)
+                            fingerprint_problem((memlean_dtype)dtype, (family)kind, vocabs[v], (outputs)wanted,
+                                                tempered, &forward, &backward);
+                const char *const format = "%s %s %s %s %016" PRIx64 "\n";
+                printf(format, isa, dtype_names[dtype], "forward", output_names[wanted], forward);
+                printf(format, isa, dtype_names[dtype], "backward", output_names[wanted], backward);
+            }
+    }
+    return failures != 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 2 && !strcmp(argv[1], "fingerprint"))
+        return print_fingerprint();
     static const int64_t vocabs[] = {1, 2, 7, 31, 32, 33, 70, 2047, 2048, 2049, 4129, 32767, 32768, 32769, 70001};
     for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++)
         for (int kind = 0; kind < FAMILIES; kind++)
@@ -618,6 +721,9 @@ int main(void)
         test_upstream_not_finite(isa);
     }
     test_refusals();
-    printf("%d passed, %d failed\n", checks - failures, failures);
+    printf("%d passed, %d failed at the levels", checks - failures, failures);
+    for (int level = 0; (isa = memlean_isa_available(level)); level++)
+        printf(" %s", isa);
+    printf("\n");
     return failures != 0;
 }

@@ -285,7 +285,7 @@ class Tree:
 
     def build_c(self) -> bool:
         targets = [f"../build/c/{name}" for name, *_ in self.PROGRAMS]
-        return run(["make", "-C", "csrc", *targets, "CFLAGS=-O1"], self.folder)
+        return run(["make", "-C", "csrc", *targets, "BUILD=../build/c", "CFLAGS=-O1"], self.folder)
 
     def killer_in_c(self) -> str:
         for program, *arguments in self.PROGRAMS:

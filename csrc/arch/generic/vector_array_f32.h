@@ -15,12 +15,6 @@ static inline array32_t array32_fnma(array32_t a, array32_t b, array32_t c)
     return c;
 }
 
-static inline array32_t array32_fnms(array32_t a, array32_t b, array32_t c)
-{
-    ML_EACH c.lane[i] = fmaf(-a.lane[i], b.lane[i], -c.lane[i]);
-    return c;
-}
-
 /* 2^(n/8), n in the low bits. */
 static inline array32_t array32_exp2_eighths(array32_t shifted)
 {

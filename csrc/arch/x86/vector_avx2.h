@@ -40,11 +40,6 @@ static inline avx2_t avx2_max(avx2_t a, avx2_t b)
     return _mm256_max_ps(a, b);
 }
 
-static inline avx2_t avx2_fnms(avx2_t a, avx2_t b, avx2_t c)
-{
-    return _mm256_fnmsub_ps(a, b, c);
-}
-
 static inline avx2_t avx2_min(avx2_t a, avx2_t b)
 {
     return _mm256_min_ps(a, b);

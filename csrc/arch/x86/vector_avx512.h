@@ -40,11 +40,6 @@ static inline avx512_t avx512_max(avx512_t a, avx512_t b)
     return _mm512_max_ps(a, b);
 }
 
-static inline avx512_t avx512_fnms(avx512_t a, avx512_t b, avx512_t c)
-{
-    return _mm512_fnmsub_ps(a, b, c);
-}
-
 static inline avx512_t avx512_min(avx512_t a, avx512_t b)
 {
     return _mm512_min_ps(a, b);
