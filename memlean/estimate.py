@@ -40,6 +40,9 @@ class Case:
         micro_batches: of one step.
         divisible_by: the vocabulary is padded to a multiple of this times ``tp``: 1 for mcore-bridge (twinkle,
             ms-swift), 128 unless ``--make-vocab-size-divisible-by`` says otherwise for Megatron-LM's own scripts.
+
+    Raises:
+        ValueError: a number that is not a positive int, a dtype that is none of the three, sequences of unequal length.
     """
 
     tokens: int
@@ -51,8 +54,19 @@ class Case:
     micro_batches: int = 2
     divisible_by: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vocab", "tp", "sequences", "micro_batches", "divisible_by"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {self.dtype!r}")
+        if self.tokens % self.sequences:
+            raise ValueError(f"sequences must divide tokens ({self.tokens}), got {self.sequences}")
+
     @property
     def vocab_per_rank(self) -> int:
+        """Columns of the logits on one rank, padding included."""
         return math.ceil(self.vocab / (self.tp * self.divisible_by)) * self.divisible_by
 
     @property
@@ -171,6 +185,12 @@ TRAINERS = {
 def estimate(case: Case, trainer: str = "twinkle") -> dict[str, Change]:
     """What each fix changes, by its name in docs/integrations.md.
 
+    Example::
+
+        from memlean.estimate import Case, estimate
+
+        retained = estimate(Case(tokens=16_384, vocab=151_936))["selective_log_softmax"].before.retained  # bytes
+
     Args:
         case: what is trained.
         trainer: a key of `TRAINERS`. The log-prob fix is estimated for each, the other two for twinkle alone.
@@ -179,8 +199,12 @@ def estimate(case: Case, trainer: str = "twinkle") -> dict[str, Change]:
         ``{"selective_log_softmax": Change, "causal_mask": Change, "report_logits": Change}``, or the first alone.
 
     Raises:
-        KeyError: a trainer that is not in `TRAINERS`.
+        ValueError: a trainer that is not in `TRAINERS`, or one that does not divide the vocabulary with ``tp > 1``.
     """
+    if trainer not in TRAINERS:
+        raise ValueError(f"trainer must be one of {', '.join(TRAINERS)}, got {trainer!r}")
+    if case.tp > 1 and not TRAINERS[trainer].tensor_parallel:
+        raise ValueError(f"tp must be 1 for {trainer}, which does not divide the vocabulary, got {case.tp}")
     logits = case.logits_bytes
     copies = TRAINERS[trainer].copies(case)
     before = copies and Memory(round(copies.retained * logits), round(copies.peak * logits), copies.logits)
@@ -265,22 +289,21 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     vocab = options.vocab or vocab
     if vocab is None:
         parser.error("argument --vocab: expected a number, or --model with a config that has vocab_size, got neither")
-    if options.tp > 1 and not TRAINERS[options.trainer].tensor_parallel:
-        parser.error(f"argument --tp: expected 1 for {options.trainer}, which does not divide the vocabulary, "
-                     f"got {options.tp}")  # fmt: skip
-    if options.tokens % options.sequences:
-        parser.error(f"argument --sequences: expected a divisor of --tokens {options.tokens}, got {options.sequences}")
-    case = Case(
-        options.tokens,
-        vocab,
-        options.dtype or dtype or "bfloat16",
-        options.entropy,
-        options.tp,
-        options.sequences,
-        options.micro_batches,
-        options.divisible_by,
-    )
-    print(json.dumps(to_dict(case, options.trainer), indent=2) if options.json else table(case, options.trainer))
+    try:
+        case = Case(
+            options.tokens,
+            vocab,
+            options.dtype or dtype or "bfloat16",
+            options.entropy,
+            options.tp,
+            options.sequences,
+            options.micro_batches,
+            options.divisible_by,
+        )
+        made = json.dumps(to_dict(case, options.trainer), indent=2) if options.json else table(case, options.trainer)
+    except ValueError as error:
+        parser.error(str(error))
+    print(made)
     return 0
 
 

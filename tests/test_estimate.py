@@ -167,9 +167,9 @@ def test_bad_model_config(tmp_path, capsys, content):
         (["--tokens", "1.5"], "argument --tokens: expected a positive whole number, got '1.5'"),
         (["--vocab", "-3"], "argument --vocab: expected a positive whole number, got '-3'"),
         (["--dtype", "int8"], "argument --dtype: expected one of bf16, fp16, fp32, got 'int8'"),
-        (["--sequences", "3"], "argument --sequences: expected a divisor of --tokens 16384, got 3"),
+        (["--sequences", "3"], "sequences must divide tokens (16384), got 3"),
         (["--trainer", "trl", "--tp", "2"],
-         "argument --tp: expected 1 for trl, which does not divide the vocabulary, got 2"),
+         "tp must be 1 for trl, which does not divide the vocabulary, got 2"),
         (["--trainer", "none"], "argument --trainer: invalid choice: 'none'"),
     ],
 )  # fmt: skip
@@ -178,6 +178,25 @@ def test_errors_name_the_argument(capsys, arguments, message):
         main([*PUBLISHED, *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": 0}, "tokens must be a positive int, got 0"),
+        ({"vocab": 1.5}, "vocab must be a positive int, got 1.5"),
+        ({"dtype": "bf16"}, "dtype must be one of bfloat16, float16, float32, got 'bf16'"),
+        ({"sequences": 3}, r"sequences must divide tokens \(8\), got 3"),
+    ],
+)
+def test_errors_of_a_case(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Case(**{"tokens": 8, "vocab": 16} | arguments)
+
+
+def test_error_of_an_unknown_trainer():
+    with pytest.raises(ValueError, match="trainer must be one of twinkle, trl, verl, ms-swift, got 'none'"):
+        estimate.estimate(Case(8, 16), "none")
 
 
 def test_neither_vocab_nor_model(capsys):
