@@ -7,7 +7,7 @@ maximum's own term, which keeps all digits of log S for a peaked row.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from memlean import _env
 
 STATISTICS = 3  # per row: m, S - 1, W / S
+
+_Options = tuple[Tensor | None, Tensor | None, int | None, int, int]  # of `_flatten`, from temperature on
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -87,13 +89,13 @@ class _Rows:
 
     def part(self, first: int, rows: int) -> "_Rows":
         cut = slice(first, first + rows)
-        one = self.inverse_temperature is None or self.inverse_temperature.shape[0] == 1
+        inverse = self.inverse_temperature
         return _Rows(
             self.index[cut],
             self.known[cut],
             None if self.ignored is None else self.ignored[cut],
             None if self.skipped is None else self.skipped[cut],
-            self.inverse_temperature if one else self.inverse_temperature[cut],
+            inverse if inverse is None or inverse.shape[0] == 1 else inverse[cut],
         )
 
 
@@ -127,7 +129,13 @@ def _flatten(
     return _Rows(columns.clamp(0, vocab - 1), (columns >= 0) & (columns < vocab), ignored, skipped, inverse)
 
 
-def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
+def _zero_where(skipped: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda t: t if skipped is None else t.masked_fill(skipped, 0)
+
+
+def _forward(
+    logits: Tensor, index: Tensor, return_entropy: bool, extras: bool, options: _Options, chunk_bytes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     vocab, real = logits.shape[-1], real_dtype(logits.dtype)
     flat = _flatten(logits, index, *options)
     rows = logits.shape[:-1]
@@ -170,7 +178,7 @@ def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
         result = torch.where(row.known, distance - log_sum, torch.nan)
         if row.ignored is not None:
             result = result.masked_fill(row.ignored, 0.0)
-        zero = (lambda t: t) if row.skipped is None else (lambda t, s=row.skipped: t.masked_fill(s, 0))
+        zero = _zero_where(row.skipped)
         flat_logp[part] = zero(result)
         if return_entropy:
             mean_shift = shifted / (1 + excess)
@@ -212,7 +220,16 @@ def token_stats_forward(
     return _forward(logits, index, True, True, (temperature, row_mask, ignore_index, 0, 0), chunk_bytes)
 
 
-def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk_bytes, destination):
+def _backward(
+    logits: Tensor,
+    index: Tensor,
+    statistics: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    options: _Options,
+    chunk_bytes: int,
+    destination: Tensor | None,
+) -> None:
     """Writes the gradient chunk by chunk: into `destination` ([rows, vocab]), or over the logits themselves if None."""
     real = real_dtype(logits.dtype)
     flat = _flatten(logits, index, *options)

@@ -69,7 +69,7 @@ def table(study: dict) -> str:
         ("speed", "forward +", "backward"),
         ("", "time to", "compile"),
     ]
-    lines = []
+    lines: list[str | list[str]] = []
     for title, results in itertools.groupby(study["results"], _title):
         lines.append(title)
         lines += [_cells(study, result) for result in results]
