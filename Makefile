@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -69,11 +69,19 @@ fuzz-python: $(VENV)/memlean $(VENV)/test-tools
 mutation: $(VENV)/memlean $(VENV)/test-tools
 	$(BIN)/python tests/mutation/mutants.py
 
-check: $(VENV)/memlean
-	$(BIN)/pip install -q ruff clang-format==20.1.8
+check: $(VENV)/memlean docs
+	$(BIN)/pip install -q ruff clang-format==20.1.8 'mypy>=2'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp')
+	$(BIN)/mypy
+	$(MAKE) -C csrc sanitize
+
+# The API reference and docs/*.md; a warning is an error.
+docs: $(VENV)/memlean
+	$(BIN)/pip install -q 'sphinx>=8' 'myst-parser>=4'
+	$(BIN)/sphinx-build -q -W --keep-going -n -E -b html docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info memlean/*.so

@@ -18,14 +18,14 @@ class _AtImport:
         self.packages = {name.partition(".")[0] for name in self.names}
         self.done = False
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in self.packages and not self.done:
             self.done = True
             import memlean
             from memlean import _env
 
             try:
-                memlean.patch(*self.names, mask=_env.patch_mask(), tp=_env.patch_tp())
+                memlean.patch(*self.names, mask=_env.patch_mask(), tp=_env.patch_tp())  # type: ignore[arg-type]
             except (memlean.PatchError, TypeError, ValueError) as error:
                 if _env.patch_strict():
                     raise

@@ -6,7 +6,7 @@ import runpy
 import sys
 
 import memlean
-from memlean import demo, doctor
+from memlean import demo, doctor, estimate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     run_parser.set_defaults(run=_run)
     demo.add_parser(commands)
+    estimate.add_parser(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 

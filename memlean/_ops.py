@@ -16,15 +16,19 @@ around them do.
 
 import importlib
 import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from memlean import _env, reference
 
 _library = torch.library.Library("memlean", "DEF")
 
 
-def _define(schema: str, generic) -> None:
+def _define(schema: str, generic: Callable[..., Any]) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # Every device without a kernel of its own, the CPU included when the native library is missing.
     _library.impl(schema.partition("(")[0], generic, "CompositeExplicitAutograd")
@@ -56,7 +60,7 @@ _define(
 
 
 @torch.library.register_fake("memlean::token_logprob_forward", lib=_library)
-def _(logits, index, return_entropy, *options, **more):
+def _(logits: Tensor, index: Tensor, return_entropy: bool, *options: Any, **more: Any) -> tuple[Tensor, ...]:
     real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
     return (
         logits.new_empty(index.shape, dtype=real),
@@ -66,17 +70,17 @@ def _(logits, index, return_entropy, *options, **more):
 
 
 @torch.library.register_fake("memlean::token_logprob_backward", lib=_library)
-def _(logits, *others, **more):
+def _(logits: Tensor, *others: Any, **more: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 @torch.library.register_fake("memlean::token_logprob_backward_", lib=_library)
-def _(logits, *others, **more):
+def _(logits: Tensor, *others: Any, **more: Any) -> None:
     return None
 
 
 @torch.library.register_fake("memlean::token_stats_forward", lib=_library)
-def _(logits, index, *options, **more):
+def _(logits: Tensor, index: Tensor, *options: Any, **more: Any) -> tuple[Tensor, ...]:
     real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
     return (
         logits.new_empty(index.shape, dtype=real),
@@ -87,7 +91,7 @@ def _(logits, index, *options, **more):
     )
 
 
-def _load_native():
+def _load_native() -> tuple[ModuleType | None, str | None]:
     """The native module, or why there is none."""
     _env.chunk_bytes(False)  # a wrong value is an error here, not at the first call that needs it
     if _env.native_disabled():

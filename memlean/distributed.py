@@ -1,5 +1,7 @@
 """A vocabulary split over the ranks of a process group: one small collective in forward, none in backward."""
 
+from typing import Any, Literal, TypedDict, Unpack, overload
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +19,48 @@ _ANY_TOKEN = 2**63 - 1  # the index has been checked in forward
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+class _Keywords(TypedDict, total=False):
+    """The options, for the overloads that tell a type checker what is returned."""
+
+    temperature: float | Tensor | None
+    row_mask: Tensor | None
+    ignore_index: int | None
+    vocab_range: tuple[int, int] | None
+
+
+@overload
+def vocab_parallel_selective_log_softmax(
+    logits_shard: Tensor,
+    index: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_Keywords],
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_selective_log_softmax(
+    logits_shard: Tensor,
+    index: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    return_entropy: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def vocab_parallel_selective_log_softmax(
+    logits_shard: Tensor,
+    index: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    return_entropy: bool,
+    **options: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def vocab_parallel_selective_log_softmax(
     logits_shard: Tensor,
     index: Tensor,
@@ -31,10 +75,19 @@ def vocab_parallel_selective_log_softmax(
     """``memlean.selective_log_softmax`` where each rank holds some columns of the logits.
 
     Every rank of ``group`` calls it with its own shard and otherwise equal arguments, and gets equal results, bit for
-    bit. Each call gathers three numbers a row, and one for each candidate, from every rank in a single collective.
-    Backward gives each rank the gradient of its own shard without communication, for upstream gradients that are equal
-    on all ranks, as they are where every rank computes the same loss. Kept in between are ``logits_shard``, ``index``
-    and three numbers a row.
+    bit.
+
+    Equivalent to::
+
+        shards = [torch.empty_like(logits_shard) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, logits_shard, group)
+        logits = torch.cat(shards, -1)
+        logps, entropy = memlean.selective_log_softmax(logits, index, return_entropy=True)
+
+    but differentiable, and with far less to send: each call gathers three numbers a row, and one for each candidate,
+    from every rank in a single collective. Backward gives each rank the gradient of its own shard without
+    communication, for upstream gradients that are equal on all ranks, as they are where every rank computes the same
+    loss. Kept in between are ``logits_shard``, ``index`` and three numbers a row.
 
     Args:
         logits_shard: ``[..., vocab of this rank]``, float16, bfloat16, float32 or float64, any strides.
@@ -96,7 +149,18 @@ def _vocab_range(vocab_range: tuple[int, int] | None, size: int, rank: int) -> t
 
 class _VocabParallelTokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, index, return_entropy, temperature, row_mask, ignore_index, group, begin, end):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor,
+        return_entropy: bool,
+        temperature: Tensor | None,
+        row_mask: Tensor | None,
+        ignore_index: int | None,
+        group: dist.ProcessGroup | None,
+        begin: int,
+        end: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = functional._as_int64(index)
         ignored = None if ignore_index is None else tokens == ignore_index
         row_mask = _rows_to_read(row_mask, ignored, logits.dim())
@@ -129,7 +193,7 @@ class _VocabParallelTokenLogprob(torch.autograd.Function):
         return logps, entropy, statistics
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy, _):
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         rest = (None,) * 8
         if not ctx.return_entropy:
             grad_entropy = None
@@ -163,7 +227,16 @@ def _per_row(temperature: Tensor, rows: Tensor) -> Tensor:
     return temperature.to(rows.dtype).expand(rows.shape)
 
 
-def _gather(logits, tokens, return_entropy, temperature, row_mask, group, begin, end):
+def _gather(
+    logits: Tensor,
+    tokens: Tensor,
+    return_entropy: bool,
+    temperature: Tensor | None,
+    row_mask: Tensor | None,
+    group: dist.ProcessGroup | None,
+    begin: int,
+    end: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Headers ``[ranks, 5]``, statistics ``[ranks, ..., 3]`` and chosen logits ``[ranks, ..., K]`` of all ranks."""
     rows = logits.shape[:-1]
     no_tokens = tokens.new_empty((*rows, 0))
@@ -190,7 +263,9 @@ def _gather(logits, tokens, return_entropy, temperature, row_mask, group, begin,
     return headers, statistics.reshape(ranks, *rows, reference.STATISTICS), chosen.reshape(ranks, *candidates.shape)
 
 
-def _merge(headers, statistics, chosen, temperature):
+def _merge(
+    headers: Tensor, statistics: Tensor, chosen: Tensor, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The statistics of the whole rows, their chosen logits, the vocabulary's size, and whether the ranks fit together.
 
     In float64. On the CPU, ranks that do not fit together raise.

@@ -3,6 +3,7 @@
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,10 +12,10 @@ from memlean import _ops
 from memlean.integrations import _patch
 
 
-def collect() -> dict:
+def collect() -> dict[str, Any]:
     """The facts, as a dictionary of plain values."""
     native = _ops.native
-    facts = {
+    facts: dict[str, Any] = {
         "memlean": memlean.__version__,
         "location": str(Path(memlean.__file__).parent),
         "python": platform.python_version(),

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,37 @@ from memlean import _ops, reference
 
 _LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_ForwardOutputs = tuple[Tensor, Tensor, Tensor]
+
+
+class _Keywords(TypedDict, total=False):
+    """The options of :func:`selective_log_softmax`, for the overloads that tell a type checker what it returns."""
+
+    temperature: float | Tensor | None
+    row_mask: Tensor | None
+    ignore_index: int | None
+    out_dtype: Literal["input"] | None
+    inplace_backward: bool
+    chunk_bytes: int | None
+
+
+@overload
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, return_entropy: Literal[False] = False, **options: Unpack[_Keywords]
+) -> Tensor: ...
+
+
+@overload
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, return_entropy: Literal[True], **options: Unpack[_Keywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, return_entropy: bool, **options: Unpack[_Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def selective_log_softmax(
@@ -116,7 +147,22 @@ def selective_log_softmax(
 
 
 class TokenStats(NamedTuple):
-    """What :func:`token_stats` returns; None for what was not wanted."""
+    """What :func:`token_stats` returns: float32 (float64 for float64 logits) but for argmax; None where not wanted.
+
+    Attributes:
+        logp: of index's shape, log-probability of the chosen tokens, in nats.
+        entropy: ``[...]``, as all that follow; in nats.
+        logsumexp: of the logits divided by the temperature.
+        argmax: int64, the first of several maxima; -1 for a skipped row and one without a maximum.
+        max: the largest logit, not divided by the temperature.
+        sum_p2: sum of the squared probabilities.
+
+    Example::
+
+        stats = memlean.token_stats(logits, index, want=("logp", "entropy"))
+        loss = -(stats.logp + 0.01 * stats.entropy).mean()
+        assert stats.argmax is None  # not wanted
+    """
 
     logp: Tensor | None = None
     entropy: Tensor | None = None
@@ -196,12 +242,28 @@ def entropy_from_logits(
     row_mask: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The entropy of each row, in nats; shapes, options and errors are those of :func:`selective_log_softmax`."""
-    options = {"temperature": temperature, "row_mask": row_mask, "chunk_bytes": chunk_bytes}
+    """The entropy of each row of logits, keeping nothing the size of the vocabulary.
+
+    Equivalent to::
+
+        p = (logits.float() / temperature).softmax(-1)
+        entropy = -torch.special.xlogy(p, p).sum(-1)
+
+    Args:
+        logits: ``[..., vocab]``, as in :func:`selective_log_softmax`.
+        temperature, row_mask, chunk_bytes: as in :func:`selective_log_softmax`.
+
+    Returns:
+        ``[...]``, in nats, float32 (float64 for float64 logits), differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`selective_log_softmax`.
+    """
+    options: _Keywords = {"temperature": temperature, "row_mask": row_mask, "chunk_bytes": chunk_bytes}
     return selective_log_softmax(logits, _no_candidates(logits), return_entropy=True, **options)[1]
 
 
-def _no_candidates(logits: Tensor) -> Tensor | None:
+def _no_candidates(logits: Tensor) -> Tensor:
     """An index of shape ``[..., 0]``; what is no tensor of rows is left to the checks."""
     rows = getattr(logits, "shape", ())[:-1]
     return torch.empty((*rows, 0), dtype=torch.int64, device=getattr(logits, "device", None))
@@ -378,13 +440,13 @@ def _transforms_active() -> bool:
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> _ForwardOutputs:
         outputs = _run(*inputs)
         _save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy, _):
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         rest = (None,) * 9
         if not ctx.return_entropy:
             grad_entropy = None  # compiled code passes an empty tensor for the output without elements
@@ -419,21 +481,33 @@ class _TransformedTokenLogprob(_TokenLogprob):
     """The form that torch.func asks for; binding its arguments costs more than a small call itself."""
 
     @staticmethod
-    def forward(*inputs):
+    def forward(*inputs: Any) -> _ForwardOutputs:  # without ctx: torch.func sets that up
         return _run(*inputs)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _ForwardOutputs) -> None:
         _save(ctx, inputs, output)
 
     @staticmethod
-    def vmap(info, in_dims, logits, index, return_entropy, temperature, row_mask, ignore_index, keep, offsets, *rest):
-        if offsets is not None:
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        logits: Tensor,
+        index: Tensor,
+        return_entropy: bool,
+        temperature: Tensor | None,
+        row_mask: Tensor | None,
+        ignore_index: int | None,
+        keep: Tensor | None,
+        keep_offsets: Tensor | None,
+        *rest: Any,
+    ) -> tuple[_ForwardOutputs, tuple[int | None, ...]]:
+        if keep_offsets is not None:
             raise ValueError("keep must be a mask under vmap, got (ids, offsets)")
 
-        def batch_first(x, dim):
+        def batch_first(x: Any, dim: int | None) -> Any:
             """The batch dimension first; what has none is repeated, except a single temperature for all."""
-            if x is None or (dim is None and x is temperature and x.numel() == 1):
+            if x is None or (dim is None and temperature is not None and x is temperature and x.numel() == 1):
                 return x
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
@@ -452,8 +526,17 @@ class _TransformedTokenLogprob(_TokenLogprob):
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, logits, index, entropy_wanted, logsumexp_wanted, extras, temperature, row_mask, ignore_index, chunk_bytes
-    ):
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor,
+        entropy_wanted: bool,
+        logsumexp_wanted: bool,
+        extras: bool,
+        temperature: Tensor | None,
+        row_mask: Tensor | None,
+        ignore_index: int | None,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, ...]:
         tokens = _as_int64(index)
         options = (temperature, row_mask, ignore_index)
         if extras:
@@ -484,7 +567,9 @@ class _TokenStats(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy, grad_logsumexp, *_):
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         rest = (None,) * 8
         # Compiled code passes an empty tensor for an output without elements.
         grad_entropy, grad_logsumexp = (
@@ -521,7 +606,14 @@ class _TokenStats(torch.autograd.Function):
         ), *rest
 
 
-def _with_logsumexp(logits, index, grad_logp, grad_logsumexp, row_mask, ignore_index):
+def _with_logsumexp(
+    logits: Tensor,
+    index: Tensor,
+    grad_logp: Tensor | None,
+    grad_logsumexp: Tensor,
+    row_mask: Tensor | None,
+    ignore_index: int | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """index, grad_logp and row_mask with one more candidate a row, whose gradient is that of logsumexp.
 
     logp of a token y is x_y / T - logsumexp. For a token beyond the vocabulary the first term moves no logit, and what
@@ -541,7 +633,18 @@ def _with_logsumexp(logits, index, grad_logp, grad_logsumexp, row_mask, ignore_i
     return tokens, torch.cat((upstream, -grad_logsumexp.unsqueeze(-1)), -1), row_mask
 
 
-def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, keep, offsets, inplace, chunk_bytes):
+def _run(
+    logits: Tensor,
+    index: Tensor,
+    return_entropy: bool,
+    temperature: Tensor | None,
+    row_mask: Tensor | None,
+    ignore_index: int | None,
+    keep: Tensor | None,
+    keep_offsets: Tensor | None,
+    inplace_backward: bool,
+    chunk_bytes: int,
+) -> _ForwardOutputs:
     return _ops.token_logprob_forward(
         logits,
         _as_int64(index),
@@ -550,12 +653,12 @@ def _run(logits, index, return_entropy, temperature, row_mask, ignore_index, kee
         row_mask,
         ignore_index,
         keep=keep,
-        keep_offsets=offsets,
+        keep_offsets=keep_offsets,
         chunk_bytes=chunk_bytes,
     )
 
 
-def _save(ctx, inputs, outputs) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: _ForwardOutputs) -> None:
     logits, index, ctx.return_entropy, temperature, row_mask, ctx.ignore_index, keep, offsets, *options = inputs
     ctx.inplace_backward, ctx.chunk_bytes = options
     _, entropy, statistics = outputs

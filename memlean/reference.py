@@ -7,7 +7,7 @@ maximum's own term, which keeps all digits of log S for a peaked row.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from memlean import _env
 
 STATISTICS = 3  # per row: m, S - 1, W / S
+
+# The arguments of `_flatten` from temperature on.
+_Options = tuple[Tensor | None, Tensor | None, int | None, int, int, Tensor | None, Tensor | None]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,14 +86,14 @@ def _check_kept(ids: Tensor, offsets: Tensor, vocab: int) -> None:
     wrong[0] = offsets[0] != 0
     wrong[-1] |= offsets[-1] != count
     if wrong.any():
-        i = wrong.nonzero()[0].item()
+        i = int(wrong.nonzero()[0])
         raise ValueError(
             f"memlean: keep: offsets[{i}] is {offsets[i]}, expected offsets that rise from 0 to {count} "
             "(the number of ids)"
         )
     wrong = (ids < 0) | (ids >= vocab)
     if wrong.any():
-        i = wrong.nonzero()[0].item()
+        i = int(wrong.nonzero()[0])
         raise IndexError(f"memlean: keep: ids[{i}] is {ids[i]}, expected 0 <= id < {vocab} (the vocabulary)")
 
 
@@ -124,7 +127,7 @@ class _Rows:
 
     def part(self, first: int, rows: int) -> "_Rows":
         cut = slice(first, first + rows)
-        one = self.inverse_temperature is None or self.inverse_temperature.shape[0] == 1
+        inverse = self.inverse_temperature
         return replace(
             self,
             first=self.first + first,
@@ -132,7 +135,7 @@ class _Rows:
             known=self.known[cut],
             ignored=None if self.ignored is None else self.ignored[cut],
             skipped=None if self.skipped is None else self.skipped[cut],
-            inverse_temperature=self.inverse_temperature if one else self.inverse_temperature[cut],
+            inverse_temperature=inverse if inverse is None or inverse.shape[0] == 1 else inverse[cut],
         )
 
     def counted(self) -> Tensor:
@@ -166,7 +169,7 @@ def _flatten(
     limit = index_limit or vocab
     check_index(index, limit, ignore_index)
     _check_temperature(temperature)
-    if keep_offsets is not None:
+    if keep is not None and keep_offsets is not None:
         _check_kept(keep, keep_offsets, vocab)
     tokens = index.reshape(rows, -1) if index.numel() else index.reshape(rows, 0 if index.dim() == logits.dim() else 1)
     columns = tokens - first_token
@@ -187,7 +190,13 @@ def _flatten(
     return _Rows(logits.shape, 0, columns, known, ignored, skipped, inverse, keep, keep_offsets)
 
 
-def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
+def _zero_where(skipped: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda t: t if skipped is None else t.masked_fill(skipped, 0)
+
+
+def _forward(
+    logits: Tensor, index: Tensor, return_entropy: bool, extras: bool, options: _Options, chunk_bytes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     vocab, real = logits.shape[-1], real_dtype(logits.dtype)
     flat = _flatten(logits, index, *options)
     rows = logits.shape[:-1]
@@ -230,7 +239,7 @@ def _forward(logits, index, return_entropy, extras, options, chunk_bytes):
         result = torch.where(row.known, distance - log_sum, torch.nan)
         if row.ignored is not None:
             result = result.masked_fill(row.ignored, 0.0)
-        zero = (lambda t: t) if row.skipped is None else (lambda t, s=row.skipped: t.masked_fill(s, 0))
+        zero = _zero_where(row.skipped)
         flat_logp[part] = zero(result)
         if return_entropy:
             mean_shift = shifted / (1 + excess)
@@ -271,10 +280,19 @@ def token_stats_forward(
     ignore_index: int | None = None,
     chunk_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _forward(logits, index, True, True, (temperature, row_mask, ignore_index, 0, 0), chunk_bytes)
+    return _forward(logits, index, True, True, (temperature, row_mask, ignore_index, 0, 0, None, None), chunk_bytes)
 
 
-def _backward(logits, index, statistics, grad_logp, grad_entropy, options, chunk_bytes, destination):
+def _backward(
+    logits: Tensor,
+    index: Tensor,
+    statistics: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    options: _Options,
+    chunk_bytes: int,
+    destination: Tensor | None,
+) -> None:
     """Writes the gradient chunk by chunk: into `destination` ([rows, vocab]), or over the logits themselves if None."""
     real = real_dtype(logits.dtype)
     flat = _flatten(logits, index, *options)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +37,18 @@ def peak_growth(function: Callable[[], object]) -> int:
     before = _status("VmRSS")
     function()
     return _status("VmHWM") - before
+
+
+def allocator_peak(function: Callable[[], object]) -> int:
+    """The most bytes that PyTorch's CPU allocator had handed out at once for what ``function`` allocates. Exact."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
 
 
 class Saved:
@@ -83,3 +97,47 @@ class Dispatched(TorchDispatchMode):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
                 self.allocated.append(x.untyped_storage().nbytes())
         return out
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors alive at once, besides the caller's: what an operator uses in between is not seen."""
+
+    def __init__(self, *callers: Tensor):
+        super().__init__()
+        self.peak = 0
+        self._callers = callers
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
+        own = {tensor.untyped_storage()._cdata for tensor in self._callers}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in own:
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return out
+
+
+def retained_and_peak(function: Callable[[Tensor, Tensor], object], logits: Tensor, index: Tensor) -> tuple[int, int]:
+    """Bytes that autograd keeps for ``function(logits, index)``, and the most that forward and backward need.
+
+    Both without ``logits`` and ``index``. In half precision the CPU's scatter, in the backward of gather, has a float32
+    buffer of its own, which `Alive`, seeing whole operators, leaves out; but that keeps autograd from adding up
+    gradients in place, so the smaller of the two peaks counts.
+    """
+    with Saved() as saved:
+        outputs = function(logits, index)
+    retained = saved.bytes_beyond(logits, index)
+    del outputs
+    saved.tensors.clear()
+
+    def both_passes() -> None:
+        torch.autograd.grad([output.float().sum() for output in tree_leaves(function(logits, index))], logits)
+
+    peak = allocator_peak(both_passes)
+    if logits.dtype != torch.float32:
+        with Alive(logits, index) as alive:
+            both_passes()
+        peak = min(peak, alive.peak)
+    return retained, peak

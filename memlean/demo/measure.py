@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,9 @@ def empty_compiler_cache():
 
 
 def memlean(logits: Tensor, index: Tensor, entropy: bool) -> Outputs:
-    outputs = selective_log_softmax(logits, index, return_entropy=entropy)
-    return outputs if entropy else (outputs,)
+    if entropy:
+        return selective_log_softmax(logits, index, return_entropy=True)
+    return (selective_log_softmax(logits, index),)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
     expected = _reference(logits.detach(), case.index, upstream)
     bar.update()
 
-    results, runnable = {}, {}
+    results: dict[str, dict] = {}
+    runnable: dict[str, Method] = {}
     for name, method in methods.items():
         bar.set_description(f"{label}: {name}, memory and error")
         try:
@@ -123,7 +125,7 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
             }
         bar.update()
 
-    seconds = {name: [] for name in runnable}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runnable}
     for _ in range(repeats):
         bar.set_description(f"{label}: time")
         for name, method in runnable.items():
@@ -145,7 +147,7 @@ def _upstream(case: Case) -> list[Tensor]:
     return [torch.randn(case.index.shape, generator=generator).bfloat16().double() for _ in range(count)]
 
 
-def _backward(outputs: Outputs, logits: Tensor, upstream: list[Tensor]) -> Tensor:
+def _backward(outputs: Sequence[Tensor], logits: Tensor, upstream: list[Tensor]) -> Tensor:
     grad_outputs = [g.to(output.dtype) for g, output in zip(upstream, outputs, strict=True)]
     (gradient,) = torch.autograd.grad(outputs, logits, grad_outputs)
     return gradient
@@ -203,6 +205,8 @@ def _peaks(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]
 
     By the kernel's high-water mark of resident memory, which misses nothing, whoever allocated it; None without it.
     """
+    forward: int | None
+    backward: int | None
     try:
         before = _reset_high_water_mark()
         outputs = method(logits, index, len(upstream) == 2)

@@ -20,7 +20,8 @@ def introduction() -> str:
     )
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """In the largest binary unit that leaves a whole number before the point."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"
@@ -39,7 +40,7 @@ def _mebibytes(count: int | None) -> str:
 def _cells(study: dict, result: dict) -> list[str]:
     return [
         result["method"],
-        _bytes(_at_rows(study, result)),
+        format_bytes(_at_rows(study, result)),
         "yes" if result["keeps_logits"] else "no",
         str(result["save_calls"]),
         _mebibytes(result["peak_forward_bytes"]),
@@ -68,7 +69,7 @@ def table(study: dict) -> str:
         ("speed", "forward +", "backward"),
         ("", "time to", "compile"),
     ]
-    lines = []
+    lines: list[str | list[str]] = []
     for title, results in itertools.groupby(study["results"], _title):
         lines.append(title)
         lines += [_cells(study, result) for result in results]
@@ -116,7 +117,7 @@ def chart(study: dict, path: Path) -> None:
         return result["forward_backward_speedup"]
 
     panels = [
-        (f"Kept for backward at {ROWS:,} rows [GiB]", retained, lambda gib: _bytes(gib * 2**30), "linear"),
+        (f"Kept for backward at {ROWS:,} rows [GiB]", retained, lambda gib: format_bytes(gib * 2**30), "linear"),
         ("Largest error against float64 [nats]", error, "{:.1e}".format, "log"),
         ("Forward + backward, times as fast as the row loop", speed, "{:.1f} x".format, "linear"),
     ]

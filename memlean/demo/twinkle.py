@@ -72,7 +72,9 @@ def _tokenizer():
     """Qwen's, from the vocabulary file that the dashscope package ships."""
     import tiktoken
 
-    folder = Path(importlib.util.find_spec("dashscope").submodule_search_locations[0])
+    package = importlib.util.find_spec("dashscope")
+    assert package is not None and package.submodule_search_locations, "run() has looked for it"
+    folder = Path(package.submodule_search_locations[0])
     lines = (folder / "resources/qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     pattern = (

@@ -26,21 +26,45 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from memlean import _env
 
 log = logging.getLogger("memlean")
 
 MASKS = ("npu", "auto")
+_Names = str | Iterable[str] | None
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `patch`."""
+
+    only: _Names
+    exclude: _Names
+    strict: bool
+    force: bool
+    mask: Literal["npu", "auto"]
+    tp: bool
+    propagate: bool
 
 
 class PatchError(RuntimeError):
-    """A fix that was asked for strictly cannot be applied; nothing has been changed."""
+    """A fix that was asked for strictly cannot be applied; nothing has been changed.
+
+    The message names each fix that was refused, the installed version, and what does not fit.
+
+    Example::
+
+        try:
+            memlean.patch("twinkle", strict=True)
+        except memlean.PatchError as error:
+            print(error)
+    """
 
 
 # --- what a trainer's file declares -----------------------------------------------------------------------------------
@@ -176,7 +200,20 @@ class Record:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What was done, fix by fix. ``str(report)`` is a table; the counters in it go on counting."""
+    """What was done, fix by fix. ``str(report)`` is a table; the counters in it go on counting.
+
+    Attributes:
+        records: one for each fix, with ``name``, ``status`` and why (``reason``), the installed ``version``, the
+            ``sites`` that now hold a replacement, and the live ``counters``.
+
+    Example::
+
+        report = memlean.patch("twinkle")
+        print(report)
+        dropped = report["report_logits"].counters.get("logits bytes dropped", 0)
+        as_json = json.dumps(report.to_dict())
+        report.raise_for_status()
+    """
 
     records: tuple[Record, ...]
 
@@ -198,7 +235,7 @@ class PatchReport:
             lines += [f"{'':{width}}  {'':14}  {text}" for text in details]
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, dict]:
+    def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, for logs: name of the fix -> its fields."""
         return {
             r.name: {
@@ -212,7 +249,7 @@ class PatchReport:
         }
 
     def raise_for_status(self) -> None:
-        """Raises PatchError if a fix was refused."""
+        """Raises `PatchError` if a fix was refused."""
         refused = [r for r in self.records if r.status in _REFUSED]
         if refused:
             raise PatchError("; ".join(f"{r.name} (version {r.version}): {r.status}: {r.reason}" for r in refused))
@@ -224,7 +261,7 @@ class PatchReport:
 class _Slot:
     """One function, its replacement, and the names of the fixes that want it replaced."""
 
-    def __init__(self, symbol: Symbol, original: Callable):
+    def __init__(self, symbol: Symbol, original: Callable[..., Any]):
         self.symbol = symbol
         self.original = original
         self.owners: set[str] = set()
@@ -232,13 +269,13 @@ class _Slot:
 
         # wraps() keeps name, signature and attributes, which trainers read to dispatch calls to their workers.
         @functools.wraps(original)
-        def replacement(*args, **kwargs):
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             # Undone, but still held by someone's wrapper or closure; or switched off from the environment.
             if not slot.owners or _env.patches_disabled():
                 return original(*args, **kwargs)
             return body(original, *args, **kwargs)
 
-        replacement.__memlean__ = str(symbol)
+        vars(replacement)["__memlean__"] = str(symbol)
         self.replacement = replacement
 
     def install(self) -> None:
@@ -283,7 +320,7 @@ def _current(symbol: Symbol) -> Any:
         return None
 
 
-def _assign(symbol: Symbol, value: Callable) -> None:
+def _assign(symbol: Symbol, value: Callable[..., Any]) -> None:
     owner, attribute = _owner(symbol)
     setattr(owner, attribute, value)
 
@@ -328,7 +365,7 @@ class _State:
     holds: set[object] = field(default_factory=set)
     slots: list[_Slot] = field(default_factory=list)
     status: Status = "pending-import"
-    counters: Counter = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
 
     @property
     def name(self) -> str:
@@ -350,7 +387,7 @@ class _State:
 _lock = threading.RLock()
 _states: dict[str, _State] = {}
 _slots: dict[str, _Slot] = {}  # kept after undo, so that what still holds a replacement is found by the next one
-_DEFAULTS = {"mask": "npu", "tp": False}
+_DEFAULTS: dict[str, str | bool] = {"mask": "npu", "tp": False}
 _options = dict(_DEFAULTS)
 _BY_PATCH = object()  # the hold of memlean.patch, as opposed to one of a `with memlean.patched`
 _before_export: dict[str, str | None] = {}  # environment variables that propagate=True has overwritten
@@ -401,7 +438,7 @@ def examine(*names: str) -> PatchReport:
 def _judge(target: Target, fix: Fix, force: bool) -> Record:
     """Phase one for one fix. Changes nothing."""
 
-    def record(status, reason):
+    def record(status: Status | Literal["applies"], reason: str) -> Record:
         return Record(target.name, fix.name, status, reason, _version(target))
 
     found = verdict(target, fix, Source.installed(target.name))
@@ -416,7 +453,7 @@ def _judge(target: Target, fix: Fix, force: bool) -> Record:
     return record("applies", found.evidence)
 
 
-def _judge_live(target: Target, fix: Fix, force: bool) -> tuple[str, str]:
+def _judge_live(target: Target, fix: Fix, force: bool) -> tuple[Literal["applies", "unsupported", "foreign"], str]:
     for symbol in fix.symbols:
         current = _current(symbol)
         if current is None:
@@ -463,7 +500,17 @@ def _revert(state: _State) -> None:
     _states.pop(state.name, None)
 
 
-def _request(names, only, exclude, strict, force, mask, tp, propagate, hold) -> PatchReport:
+def _request(
+    names: tuple[str, ...],
+    only: _Names,
+    exclude: _Names,
+    strict: bool,
+    force: bool,
+    mask: str,
+    tp: bool,
+    propagate: bool,
+    hold: object,
+) -> PatchReport:
     for argument, value in (("strict", strict), ("force", force), ("tp", tp), ("propagate", propagate)):
         if not isinstance(value, bool):
             raise TypeError(f"{argument} must be True or False, got {value!r}")
@@ -501,17 +548,17 @@ def _request(names, only, exclude, strict, force, mask, tp, propagate, hold) -> 
         records = []
         verdicts = {r.name: r for _, _, r in judged}
         for target, fix in selected:
-            state = _states.get(f"{target.name}.{fix.name}")
-            if state is None:
+            requested = _states.get(f"{target.name}.{fix.name}")
+            if requested is None:
                 records.append(verdicts.get(f"{target.name}.{fix.name}") or _judge(target, fix, force))
                 continue
-            state.holds.add(hold)
-            if state.status == "pending-import" and _loaded(state.fix):  # its import had begun before the first request
-                _settle(state)
-            if state not in new:
-                for slot in state.slots:
+            requested.holds.add(hold)
+            if requested.status == "pending-import" and _loaded(fix):  # its import had begun before the first request
+                _settle(requested)
+            if requested not in new:
+                for slot in requested.slots:
                     slot.rebind()  # covers the modules imported since
-            records.append(state.record())
+            records.append(requested.record())
         _options.update(mask=mask, tp=tp)
         if propagate:
             _export([r.name for r in records if r.status in ("applied", "pending-import")], mask, tp)
@@ -546,7 +593,7 @@ def _unexport() -> None:
     _before_export.clear()
 
 
-def _select(names: Iterable[str], only, exclude) -> list[tuple[Target, Fix]]:
+def _select(names: Iterable[str], only: _Names, exclude: _Names) -> list[tuple[Target, Fix]]:
     """The fixes that the arguments name, in the order of declaration. ValueError for a name that means nothing."""
     known = targets()
     for name in names:
@@ -591,7 +638,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             cls._installed = cls()
             sys.meta_path.insert(0, cls._installed)
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not any(symbol.module == name for state in _waiting() for symbol in state.fix.symbols):
             return None
         for finder in sys.meta_path:
@@ -600,10 +649,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 break
         else:
             return None
-        loader = spec.loader
+        loader: Any = spec.loader
         execute = loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: types.ModuleType) -> None:
             execute(module)
             if module.__name__ == name:
                 vars(loader).pop("exec_module", None)
@@ -655,6 +704,11 @@ def patch(
     Applied to live objects too, and to modules not imported yet at the end of their import; nothing is imported for it.
     Calling it again covers what was imported since and changes nothing else. `unpatch` undoes any number of calls.
 
+    Example::
+
+        report = memlean.patch("twinkle", exclude="causal_mask")
+        print(report)  # what was applied where, and why not where not
+
     Args:
         targets: packages (``"twinkle"``) or single fixes (``"twinkle.report_logits"``); none: every known package that
             is installed. docs/integrations.md lists the fixes and what each does not cover.
@@ -682,6 +736,12 @@ def patch(
 def unpatch(*targets: str) -> PatchReport:
     """Undoes `patch`: every function that was replaced is the original object again, wherever it is held by name.
 
+    Example::
+
+        memlean.patch("twinkle")
+        left = memlean.unpatch("twinkle.causal_mask")  # the other fixes stay
+        memlean.unpatch()
+
     Args:
         targets: packages or single fixes; none: everything that is patched.
 
@@ -703,18 +763,37 @@ def unpatch(*targets: str) -> PatchReport:
 
 
 @contextmanager
-def patched(*targets: str, **options) -> Iterator[PatchReport]:
+def patched(*targets: str, **options: Unpack[_Options]) -> Iterator[PatchReport]:
     """`patch` for the length of a ``with`` block, with the same arguments; takes back what it applied itself.
 
     Nests, and may overlap between threads: a fix stays as long as one of the blocks, or `patch`, wants it.
+
+    Example::
+
+        with memlean.patched("twinkle", only="report_logits") as report:
+            inside = memlean.is_patched("twinkle.report_logits")
+        outside = memlean.is_patched("twinkle.report_logits")
+
+    Args:
+        targets: as in `patch`.
+        options: the other arguments of `patch`.
+
+    Returns:
+        A context manager that gives the `PatchReport` of `patch`.
+
+    Raises:
+        TypeError, ValueError, PatchError: as `patch`, and TypeError for an option that it does not have; nothing has
+            been changed.
     """
     hold = object()
-    arguments = {"only": None, "exclude": None, "strict": False, "force": False, "propagate": False, **_DEFAULTS}
+    arguments: dict[str, Any] = {"only": None, "exclude": None, "strict": False, "force": False, "propagate": False}
+    arguments |= _DEFAULTS
     unknown = options.keys() - arguments.keys()
     if unknown:
         raise TypeError(f"patched takes the arguments of patch, got {sorted(unknown)}")
     before = dict(_options)
-    done = _request(targets, **(arguments | options), hold=hold)
+    arguments |= options
+    done = _request(targets, **arguments, hold=hold)
     try:
         yield done
     finally:
@@ -728,12 +807,34 @@ def patched(*targets: str, **options) -> Iterator[PatchReport]:
 
 
 def report() -> PatchReport:
-    """What is patched now, or waits for an import, with its counters."""
+    """What is patched now, or waits for an import, with its counters.
+
+    Example::
+
+        memlean.patch("twinkle")
+        for record in memlean.report().records:
+            print(record.name, record.status, dict(record.counters))
+
+    Returns:
+        One record for each fix that is applied or waits; none where nothing is patched. It counts in this process.
+    """
     with _lock:
         return PatchReport(tuple(state.record() for state in _states.values()))
 
 
 def is_patched(name: str) -> bool:
-    """Whether a fix (``"twinkle.report_logits"``), or each requested fix of a target (``"twinkle"``), is applied."""
+    """Whether a fix (``"twinkle.report_logits"``), or each requested fix of a target (``"twinkle"``), is applied.
+
+    Example::
+
+        memlean.patch("twinkle")
+        applied = memlean.is_patched("twinkle")
+
+    Args:
+        name: a target or a fix.
+
+    Returns:
+        False also for what was not requested, still waits for an import, or is not known.
+    """
     found = [s for s in list(_states.values()) if name in (s.name, s.target.name)]
     return bool(found) and all(s.status == "applied" for s in found)

@@ -85,7 +85,9 @@ def device_prefix(prefix):
 @contextlib.contextmanager
 def process_group(tp=1, pp=1, vpp=None, rank=0, world_size=1, store=None):
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(store or os.path.join(folder, "store"), world_size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            store or os.path.join(folder, "store"), world_size
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         parallel_state.initialize_model_parallel(tp, pp, vpp)
         model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)  # this tracker's fork() needs no CUDA generator

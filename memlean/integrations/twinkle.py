@@ -24,6 +24,7 @@ import functools
 import logging
 import sys
 import types
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,7 @@ class _Step:
 _step: ContextVar[_Step | None] = ContextVar("memlean_twinkle_step", default=None)
 
 
-def forward_backward(original, self, *args, **kwargs):
+def forward_backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Publishes the step, and after it takes the failed micro-batches out of what the metrics will read."""
     step = _Step(
         self, kwargs.get("task", "causal_lm"), bool(kwargs.get("return_logits", False)), kwargs.get("adapter_name")
@@ -90,7 +91,9 @@ def forward_backward(original, self, *args, **kwargs):
 _branch_errors: ContextVar[list[Exception] | None] = ContextVar("memlean_twinkle_branch_errors", default=None)
 
 
-def selective_log_softmax(original, logits, index, return_entropy=False):
+def selective_log_softmax(
+    original: Callable[..., Any], logits: Tensor, index: Tensor, return_entropy: bool = False
+) -> Any:
     """memlean's, or the original under tensor parallelism without ``tp`` and for what memlean's does not take."""
     arguments = {"return_entropy": True} if return_entropy else {}  # versions before 0.4 do not know the argument
     if _tensor_parallel() and option("tp"):
@@ -102,7 +105,7 @@ def selective_log_softmax(original, logits, index, return_entropy=False):
         token = _branch_errors.set([])
         try:
             result = original(logits, index, **arguments)
-            for error in _branch_errors.get():
+            for error in _branch_errors.get() or ():
                 raise error
             return result
         finally:
@@ -114,7 +117,7 @@ def selective_log_softmax(original, logits, index, return_entropy=False):
     return functional.selective_log_softmax(logits, index, return_entropy=return_entropy)
 
 
-def vocab_parallel_selective_log_softmax(original, logits, index):
+def vocab_parallel_selective_log_softmax(original: Callable[..., Any], logits: Tensor, index: Tensor) -> Any:
     """Notes an error on its way up, as the caller catches ImportError, AssertionError and OSError."""
     try:
         return original(logits, index)
@@ -173,12 +176,12 @@ def _is_causal(kind: Any) -> bool:
     return getattr(kind, "name", kind) == "causal"
 
 
-def eligible(processor: Any, inputs: list[dict], kwargs: dict) -> bool:
+def eligible(processor: Any, inputs: list[dict[str, Any]], kwargs: dict[str, Any]) -> bool:
     """Whether these inputs can go without a dense mask. Both stages ask here, so they cannot disagree."""
     return why_mask_stays(processor, inputs, kwargs) is None
 
 
-def why_mask_stays(processor: Any, inputs: list[dict], kwargs: dict) -> str | None:
+def why_mask_stays(processor: Any, inputs: list[dict[str, Any]], kwargs: dict[str, Any]) -> str | None:
     """The first condition that keeps the dense mask, or None.
 
     ``inputs`` are feature dicts, before collation or after it; ``kwargs`` are those of the pipeline, of which
@@ -191,7 +194,7 @@ def why_mask_stays(processor: Any, inputs: list[dict], kwargs: dict) -> str | No
     return why
 
 
-def _why_step_needs_mask(processor: Any, kwargs: dict) -> str | None:
+def _why_step_needs_mask(processor: Any, kwargs: dict[str, Any]) -> str | None:
     """The part that does not look at the inputs."""
     device = sys.modules["twinkle.utils"].Platform.device_prefix()
     step = _step.get()
@@ -233,7 +236,7 @@ def _why_model_needs_mask(attention: _Attention, explicit: bool) -> str | None:
     return None
 
 
-def process(original, self, inputs, **kwargs):
+def process(original: Callable[..., Any], self: Any, inputs: Any, **kwargs: Any) -> Any:
     """``InputProcessor.__call__`` with two stages of its pipeline replaced, for this call only.
 
     The pipeline holds bound methods that ``__init__`` took from the class, so a replacement on the class would not
@@ -243,8 +246,11 @@ def process(original, self, inputs, **kwargs):
     if "process_pipeline" not in vars(self):  # a Ray driver's handle; the pipeline runs in the workers
         return original(self, inputs, **kwargs)
     base = sys.modules[PROCESSOR].InputProcessor
-    replaced = {base.collate_fn: collate_without_mask, base.drop_causal_4d_mask: drop_mask}
-    shadow = type(self).__new__(type(self))
+    replaced: dict[Any, Callable[..., Any]] = {
+        base.collate_fn: collate_without_mask,
+        base.drop_causal_4d_mask: drop_mask,
+    }
+    shadow = type(self).__new__(type(self))  # type: ignore[call-overload]  # of the caller's own class
     vars(shadow).update(vars(self))
     shadow.process_pipeline = [
         functools.partial(replaced[stage.__func__], stage)
@@ -257,7 +263,7 @@ def process(original, self, inputs, **kwargs):
     return original(shadow, inputs, **kwargs)
 
 
-def collate_without_mask(collate_fn, inputs, **kwargs):
+def collate_without_mask(collate_fn: Any, inputs: list[dict[str, Any]], **kwargs: Any) -> Any:
     """Collates without ``attention_mask`` where the model makes its own; the key stays, with None."""
     why = why_mask_stays(collate_fn.__self__, inputs, kwargs)
     if why is not None or not any("attention_mask" in feature for feature in inputs):
@@ -276,7 +282,7 @@ def collate_without_mask(collate_fn, inputs, **kwargs):
     return outputs
 
 
-def drop_mask(drop_causal_4d_mask, inputs, **kwargs):
+def drop_mask(drop_causal_4d_mask: Any, inputs: list[dict[str, Any]], **kwargs: Any) -> Any:
     """Drops a dense mask that came from elsewhere: built by a subclass, or handed in by the caller."""
     if not eligible(drop_causal_4d_mask.__self__, inputs, kwargs):
         return inputs
@@ -296,7 +302,7 @@ def _detect_mask(source: Source) -> Verdict:
         source.function(PROCESSOR, f"InputProcessor.{name}")
         for name in ("__init__", "__call__", "collate_fn", "_collate_macro_batch", "_create_4d_attention_mask")
     )
-    if None in (init, call, collate, macro, build):
+    if init is None or call is None or collate is None or macro is None or build is None:
         return _unsupported(PROCESSOR, "InputProcessor has changed: a method of the pipeline is not defined there")
     for function in (collate, macro):
         if "attention_mask_type" in names(function) | strings(function) | set(parameters(function)):
@@ -317,7 +323,9 @@ def _detect_mask(source: Source) -> Verdict:
 # --- report_logits ----------------------------------------------------------------------------------------------------
 
 
-def reduce_loss(original, self, local_loss, local_count, logits, logps):
+def reduce_loss(
+    original: Callable[..., Any], self: Any, local_loss: Any, local_count: Any, logits: Any, logps: Any
+) -> Any:
     """The schedule's record of one micro-batch, without the keys that nobody asked for or that failed to be computed.
 
     The collection loop looks for the key, not for a value, so a missing key is what it skips. The original gets the
@@ -371,7 +379,7 @@ def _forget_failed(step: _Step, forward_only: bool) -> None:
     starts = [sum(rows[:i]) for i in range(len(rows))]
     keep_rows = [row for i in keep_batches for row in range(starts[i], starts[i] + rows[i])]
 
-    def select(value):
+    def select(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: select(item) for key, item in value.items()}
         if not hasattr(value, "__len__") or isinstance(value, str) or getattr(value, "ndim", 1) == 0:
