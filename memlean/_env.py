@@ -13,10 +13,12 @@ MEMLEAN_MASK               npu      npu or auto: the ``mask`` of that patch
 MEMLEAN_TP                 0        1: the ``tp`` of that patch
 MEMLEAN_STRICT             0        1: ``memlean.patch`` raises where it would refuse a fix with a warning
 MEMLEAN_DISABLE            0        1: patch nothing, and let what is patched run the original; read at every call
+MEMLEAN_BUILD              auto     while installing. require: no package without the C kernels; skip: do not build them
 ========================== ======== ==============================================================================
 """
 
 import os
+import sys
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 DEFAULT_CHUNK_BYTES_ENTROPY = 32 * 2**20
@@ -42,7 +44,10 @@ def patch_targets() -> list[str]:
 
 
 def patch_mask() -> str:
-    return os.environ.get("MEMLEAN_MASK", "").strip() or "npu"
+    text = os.environ.get("MEMLEAN_MASK", "").strip() or "npu"
+    if text not in ("npu", "auto"):
+        raise ValueError(f"environment variable MEMLEAN_MASK must be npu or auto, got {text!r}")
+    return text
 
 
 def patch_tp() -> bool:
@@ -68,3 +73,23 @@ def chunk_bytes(return_entropy: bool) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"environment variable MEMLEAN_CHUNK_BYTES must be a positive number of bytes, got {text!r}")
     return int(text)
+
+
+def problems() -> list[str]:
+    """What is wrong with the variables that are set. MEMLEAN_ISA and MEMLEAN_PATCH are judged by those who know."""
+    found = []
+    readers = (native_disabled, hugepages, patch_mask, patch_tp, patch_strict, patches_disabled)
+    for read in (*readers, lambda: chunk_bytes(False)):
+        try:
+            read()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def doctor_is_starting() -> bool:
+    """Whether this is ``python -m memlean doctor``, which reports a wrong value where everything else raises.
+
+    While Python looks for a module, and so imports the package around it, sys.argv[0] is "-m".
+    """
+    return sys.argv[:2] == ["-m", "doctor"] and "memlean" in sys.orig_argv

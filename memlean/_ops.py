@@ -14,16 +14,13 @@ logits' shape, or, with ``keep_offsets`` (``[rows + 1]``), the kept columns of a
 around them do.
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memlean import _env, reference
+from memlean import _native, reference
 
 _library = torch.library.Library("memlean", "DEF")
 
@@ -91,33 +88,7 @@ def _(logits: Tensor, index: Tensor, *options: Any, **more: Any) -> tuple[Tensor
     )
 
 
-def _load_native() -> tuple[ModuleType | None, str | None]:
-    """The native module, or why there is none."""
-    _env.chunk_bytes(False)  # a wrong value is an error here, not at the first call that needs it
-    if _env.native_disabled():
-        return None, "MEMLEAN_DISABLE_NATIVE=1"
-    try:
-        # Not `from memlean import _C`, which takes a missing file for a circular import.
-        _C = importlib.import_module("memlean._C")
-    except ImportError as error:
-        reason = str(error)
-        warnings.warn(
-            f"memlean: the native library could not be loaded, the slower generic path is used instead: {reason}. "
-            "Reinstall memlean, or set MEMLEAN_DISABLE_NATIVE=1 to silence this; `python -m memlean doctor` says more.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None, reason
-    name = _env.isa()
-    try:
-        _C.isa_select(name)
-    except ValueError as error:
-        raise ValueError(f"environment variable MEMLEAN_ISA: {error}") from None
-    _C.use_hugepages(_env.hugepages())
-    return _C, None
-
-
-native, native_missing_because = _load_native()
+native, native_problem = _native.load()
 
 token_logprob_forward = torch.ops.memlean.token_logprob_forward.default
 token_logprob_backward = torch.ops.memlean.token_logprob_backward.default

@@ -14,7 +14,7 @@ PATHS = ["native", "generic"] if _ops.native else ["generic"]
 
 
 def pytest_report_header():
-    path = f"C kernels, {_ops.native.isa_active()}" if _ops.native else f"generic path ({_ops.native_missing_because})"
+    path = f"C kernels, {_ops.native.isa_active()}" if _ops.native else f"generic path ({_ops.native_problem.cause})"
     return f"memlean: {path}; torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 

@@ -13,6 +13,11 @@
 
 #include "checks.h"
 
+// The one symbol that libstdc++'s headers would import from a glibc newer than 2.28. 0: count references atomically.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+
 namespace
 {
 
@@ -171,6 +176,14 @@ void select_isa(std::optional<std::string> name)
     throw std::invalid_argument("instruction set must be one that this CPU has (" + known + "), got '" + *name + "'");
 }
 
+#if defined(__clang__)
+#define COMPILER "clang " __clang_version__
+#else
+#define COMPILER "gcc " __VERSION__
+#endif
+// Also found by memlean/_native.py in the file of a library that does not load.
+constexpr char BUILD[] = "built with torch " MEMLEAN_BUILT_WITH_TORCH ", " COMPILER ", " MEMLEAN_BUILD_FLAGS;
+
 } // namespace
 
 // The schemas are defined in Python (memlean/_ops.py), so that they exist without this library.
@@ -185,12 +198,7 @@ STABLE_TORCH_LIBRARY_IMPL(memlean, CPU, library)
 PYBIND11_MODULE(_C, module)
 {
     module.attr("version") = MEMLEAN_VERSION;
-    module.attr("built_with_torch") = MEMLEAN_BUILT_WITH_TORCH;
-#if defined(__clang__)
-    module.attr("compiler") = "clang " __clang_version__;
-#else
-    module.attr("compiler") = "gcc " __VERSION__;
-#endif
+    module.attr("build") = BUILD;
     module.def("kernel_names", [] { return names(memlean_kernel_name); });
     module.def("isa_available", [] { return names(memlean_isa_available); });
     module.def("isa_active", [] { return std::string(memlean_isa_active()); });
