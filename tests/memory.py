@@ -25,16 +25,24 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_growth(function: Callable[[], object]) -> int:
-    """Bytes by which resident memory rises at its highest while ``function`` runs."""
-    # Freed memory that stays resident hides the allocations that it serves: return it, and keep glibc from raising the
-    # size (M_MMAP_THRESHOLD, -3) from which an allocation has pages of its own.
+def resident() -> int:
+    return _status("VmRSS")
+
+
+def give_back_freed_memory() -> None:
+    """Freed memory that stays resident hides the allocations that it serves."""
     gc.collect()
     if hasattr(LIBC, "malloc_trim") and hasattr(LIBC, "mallopt"):
+        # Keeps glibc from raising the size (M_MMAP_THRESHOLD, -3) from which an allocation has pages of its own.
         LIBC.mallopt(-3, 2**20)
         LIBC.malloc_trim(0)
+
+
+def peak_growth(function: Callable[[], object]) -> int:
+    """Bytes by which resident memory rises at its highest while ``function`` runs."""
+    give_back_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
-    before = _status("VmRSS")
+    before = resident()
     function()
     return _status("VmHWM") - before
 

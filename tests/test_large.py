@@ -63,3 +63,36 @@ def test_last_row_of_more_than_2_to_the_31_elements():
     (gradient,) = torch.autograd.grad(logps, logits, upstream)
     assert_gradients(gradient[-1:], oracle.gradient(last, index[-1:], torch.ones(1), None))
     assert not gradient[-2].any()
+
+
+@pytest.mark.skipif(_available_memory() < 12 * 2**30, reason="needs 8.6 GB for logits and gradient, and some to spare")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_row_of_more_than_2_to_the_31_elements_in_memory(dtype):
+    vocab = 151_936
+    rows = 2**31 // vocab + 2
+    logits = torch.zeros(rows, vocab, dtype=dtype)
+    told_apart = torch.tensor([0, rows // 2, rows - 2, rows - 1])  # the last two lie beyond 2^31 elements
+    logits[told_apart] = torch.randn(4, vocab).to(dtype)
+    index = torch.arange(rows)
+    logps, entropy = selective_log_softmax(logits.requires_grad_(), index, return_entropy=True)
+    flat = torch.ones(rows).bool()
+    flat[told_apart] = False
+    assert logps[flat].eq(logps[1]).all()
+    for value, expected in zip(
+        (logps, entropy), oracle.logps_and_entropy(logits[told_apart], index[told_apart]), strict=True
+    ):
+        assert_values(value[told_apart], expected, ulps=2)
+    upstream = torch.zeros(rows)
+    upstream[told_apart] = 1
+    (gradient,) = torch.autograd.grad(logps, logits, upstream)
+    expected = oracle.gradient(logits[told_apart], index[told_apart], torch.ones(4), None)
+    assert_gradients(gradient[told_apart], expected)
+    assert not gradient[1].any()
+    assert not gradient[-3].any()
+
+
+@pytest.mark.parametrize("shape_and_stride", [((2, 8), (2**62, 1)), ((2**20, 8), (2**50, 1)), ((2, 8), (2**63 - 1, 1))])
+def test_rows_times_stride_beyond_64_bits_are_refused_before_memlean_sees_them(shape_and_stride):
+    # The kernels check it themselves as well: tests/c/test_kernels.c.
+    with pytest.raises(RuntimeError, match=r"storage|overflow"):
+        torch.zeros(8).as_strided(*shape_and_stride)
