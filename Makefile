@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-python fuzz fuzz-python mutation check docs wheel clean
+.PHONY: demo demo-quick demo-twinkle test test-c test-arm test-python fuzz fuzz-python mutation check docs wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -53,6 +53,10 @@ test: test-c test-python
 
 test-c:
 	$(MAKE) -C csrc test
+
+# Not part of `test`: it needs a cross compiler and an emulator, and says how to get them.
+test-arm:
+	$(MAKE) -C csrc test-arm
 
 test-python: $(VENV)/memlean $(VENV)/test-tools $(VENV)/trainers
 	$(BIN)/python -m pytest

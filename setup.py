@@ -30,7 +30,9 @@ C_SOURCES = {
     "csrc/arch/generic/token_logprob_generic.c": [],
     "csrc/arch/x86/token_logprob_avx2.c": AVX2,
     "csrc/arch/x86/token_logprob_avx512.c": AVX512,
+    "csrc/arch/arm/token_logprob_neon.c": [],
 }
+FAMILIES = {"x86_64": "x86", "AMD64": "x86", "aarch64": "arm", "arm64": "arm"}  # the folder for each machine
 
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*") if path.suffix in (".h", ".def"))
 
@@ -65,9 +67,9 @@ class BuildNative(build_ext):
         native.define_macros += [("MEMLEAN_BUILT_WITH_TORCH", f'"{version}"'), ("MEMLEAN_BUILD_FLAGS", f'"{flags}"')]
 
     def build_extension(self, ext):
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        folders = {"core", "generic", FAMILIES.get(platform.machine())}
         for source, flags in C_SOURCES.items():
-            if "/x86/" in source and not is_x86:
+            if Path(source).parent.name not in folders:
                 continue
             ext.extra_objects += self.compiler.compile(
                 [source], output_dir=self.build_temp, extra_postargs=BASELINE + flags, depends=HEADERS

@@ -4,7 +4,7 @@
 variable                   default  meaning
 ========================== ======== ==============================================================================
 MEMLEAN_DISABLE_NATIVE     0        1: do not load the C kernels; the generic path computes everything
-MEMLEAN_ISA                highest  generic, avx2 or avx512: highest instruction set to use; read once, at import
+MEMLEAN_ISA                highest  generic, avx2, avx512 or neon: highest instruction set to use; read once, at import
 MEMLEAN_HUGEPAGE           1        0: do not ask for huge pages for large gradients; read once, at import
 MEMLEAN_CHUNK_BYTES        64 MiB   bytes of the largest temporary of the generic path (32 MiB with entropy)
 MEMLEAN_PATCH              none     comma-separated targets or fixes (``twinkle``, ``twinkle.report_logits``) that every

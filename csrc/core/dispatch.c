@@ -10,12 +10,13 @@ static int always(void)
     return 1;
 }
 
-enum { level_generic, level_avx2, level_avx512, level_count }; /* lowest first */
+enum { level_generic, level_avx2, level_avx512, level_neon, level_count }; /* lowest first */
 
 static const ml_kernel_table levels[level_count] = {
     [level_generic].isa = "generic", [level_generic].runs_here = always,
     [level_avx2].isa = "avx2",       [level_avx2].runs_here = ml_cpu_has_avx2,
     [level_avx512].isa = "avx512",   [level_avx512].runs_here = ml_cpu_has_avx512,
+    [level_neon].isa = "neon",       [level_neon].runs_here = always, /* every AArch64 has it */
 #define ML_KERNEL(op, pass, dtype, dtype_enum, isa) \
     [level_##isa].op##_##pass[dtype_enum] = ml_##op##_##pass##_##dtype##__##isa,
 #include "../arch/kernels.def"
