@@ -23,6 +23,8 @@ class _Keywords(TypedDict, total=False):
     temperature: float | Tensor | None
     row_mask: Tensor | None
     ignore_index: int | None
+    keep: Tensor | tuple[Tensor, Tensor] | None
+    entropy_over: Literal["kept", "full"] | None
     out_dtype: Literal["input"] | None
     inplace_backward: bool
     chunk_bytes: int | None

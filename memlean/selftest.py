@@ -147,6 +147,19 @@ def check_token_stats() -> None:
         _assert_close(what, actual, wanted, 1e-6, 2e-6)
 
 
+def check_kept_set() -> None:
+    """log-probabilities over kept tokens, as a mask and as lists"""
+    logits, index = _rows(torch.float32)
+    mask = torch.arange(logits.shape[-1]) % 1000 == 3
+    mask = mask.expand(logits.shape).scatter(-1, index.unsqueeze(-1), True)
+    lists = mask.nonzero()[:, 1], torch.cat((torch.zeros(1, dtype=torch.int64), mask.sum(-1).cumsum(0)))
+    formulas = _formulas(logits.masked_fill(~mask, -torch.inf), index)
+    for keep in (mask, lists):
+        results = _compute(logits, index, keep=keep, entropy_over="kept")
+        for what, actual, expected in zip(("logps", "entropy", "gradient"), results, formulas, strict=True):
+            _assert_close(what, actual, expected, 2e-5, 2e-6)
+
+
 def check_inplace_backward() -> None:
     """the gradient written over the logits"""
     logits, index = _rows(torch.float32)
@@ -212,6 +225,7 @@ CHECKS = (
     check_temperature,
     check_skipped_rows,
     check_token_stats,
+    check_kept_set,
     check_inplace_backward,
     check_instruction_sets,
     check_generic_path,

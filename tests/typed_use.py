@@ -13,6 +13,7 @@ def functions(logits: Tensor, index: Tensor, entropy: bool) -> None:
     assert_type(memlean.selective_log_softmax(logits, index, temperature=0.7, ignore_index=-100), Tensor)
     assert_type(memlean.selective_log_softmax(logits, index, return_entropy=True), tuple[Tensor, Tensor])
     assert_type(memlean.selective_log_softmax(logits, index, entropy), Tensor | tuple[Tensor, Tensor])
+    assert_type(memlean.selective_log_softmax(logits, index, keep=(index, index)), Tensor)
     assert_type(memlean.entropy_from_logits(logits), Tensor)
     assert_type(memlean.token_stats(logits, index).logp, Tensor | None)
     assert_type(vocab_parallel_selective_log_softmax(logits, index), Tensor)

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -21,24 +20,12 @@ __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 namespace
 {
 
+using memlean::new_empty;
 using memlean::Options;
 using memlean::ScalarType;
 using memlean::Tensor;
 
 bool hugepages_wanted = true;
-
-// The stable API reports every failure as a line of its own header; the one that happens is that memory has run out.
-Tensor new_empty(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype)
-{
-    try {
-        return torch::stable::new_empty(like, sizes, dtype);
-    } catch (const std::runtime_error &) {
-        std::string shape;
-        for (const int64_t size : sizes)
-            shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-        throw std::runtime_error("memlean: not enough memory for a tensor of shape [" + shape + "]");
-    }
-}
 
 // Calls f(begin, end) on all of [0, items), each item worth `elements` logits. Threads take the next piece when they
 // are done with one: masked rows take no time, and stand together. The results do not depend on who computes what.

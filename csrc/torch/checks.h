@@ -58,6 +58,19 @@ inline std::string where(const std::string &name, const Tensor &tensor, int64_t 
     return text.empty() ? name : name + "[" + text + "]";
 }
 
+// The stable API reports every failure as a line of its own header; the one that happens is that memory has run out.
+inline Tensor new_empty(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype)
+{
+    try {
+        return torch::stable::new_empty(like, sizes, dtype);
+    } catch (const std::runtime_error &) {
+        std::string shape;
+        for (const int64_t size : sizes)
+            shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+        throw std::runtime_error("memlean: not enough memory for a tensor of shape [" + shape + "]");
+    }
+}
+
 // A row-wise input: contiguous, of the given dtype, with `count` numbers.
 inline const void *rowwise(const Tensor &tensor, ScalarType dtype, int64_t count, const char *name)
 {

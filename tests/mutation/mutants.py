@@ -272,7 +272,7 @@ class Tree:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("csrc", "tests", "memlean", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        for name in ("csrc", "tests", "memlean", "tools", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -294,7 +294,8 @@ class Tree:
         return ""
 
     def build_extension(self) -> bool:
-        return run([sys.executable, "setup.py", "build_ext", "--inplace"], self.folder)
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        return run(command, self.folder, PYTHONPATH="tools", MEMLEAN_BUILD="require")
 
     def killer_in_python(self, tests: str) -> str:
         files = [f"tests/{name}.py" for name in tests.split()]
