@@ -7,7 +7,12 @@ TORCH := torch==2.13.0
 # The trainers that tests/integrations patches: the newest twinkle-kit, the newest megatron-core for Python 3.11.
 TRAINERS := twinkle-kit==0.5.1 megatron-core==0.16.1 einops
 
-.PHONY: demo demo-quick demo-twinkle test test-c test-arm test-python fuzz fuzz-python mutation check docs wheel clean
+# What benchmarks/ measures beside memlean; of the second line only functions that need no more than the first.
+PEERS := trl==1.16.0 'tensordict>=0.10' 'requests>=2.30' 'numpy>=2,<2.3' 'matplotlib>=3.8' 'tqdm>=4.60'
+PEERS_ALONE := twinkle-kit==0.5.1 verl==0.9.1 megatron-core==0.16.1
+
+.PHONY: demo demo-quick demo-twinkle bench bench-quick run-bench readme-table test test-c test-arm test-python fuzz \
+	fuzz-python mutation check docs wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/base: Makefile
@@ -48,6 +53,25 @@ $(VENV)/demo-twinkle-tools: $(VENV)/trainers
 
 demo-twinkle: $(VENV)/memlean $(VENV)/demo-twinkle-tools
 	$(BIN)/python -m memlean demo --trainer twinkle
+
+$(VENV)/peers: $(VENV)/base
+	$(BIN)/pip install -q $(TORCH) $(PEERS)
+	$(BIN)/pip install -q --no-deps $(PEERS_ALONE)
+	touch $@
+
+# The peers have a virtual environment of their own.
+bench:
+	$(MAKE) VENV=.venv-bench run-bench
+
+bench-quick:
+	$(MAKE) VENV=.venv-bench QUICK=--quick run-bench
+
+run-bench: $(VENV)/memlean $(VENV)/peers
+	set -e; for script in benchmarks/bench_*.py benchmarks/plots.py benchmarks/goals.py; do \
+		$(BIN)/python $$script $(QUICK); done
+
+readme-table: $(VENV)/memlean
+	$(BIN)/python benchmarks/readme_table.py --write
 
 test: test-c test-python
 
@@ -97,4 +121,4 @@ wheel: $(VENV)/base
 	rm dist/*-linux_*.whl
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info memlean/*.so memlean/_not_built.txt
+	rm -rf build dist $(VENV) .venv-bench *.egg-info memlean/*.so memlean/_not_built.txt

@@ -1,107 +1,244 @@
-"""Time of selective_log_softmax beside what people use instead, as ratios from one run.
+"""selective_log_softmax beside the functions of released trainers and beside torch, eager and compiled.
 
-    python benchmarks/bench_selective_log_softmax.py [--csv FILE] [--rows 256] [--vocab 151936] [--repeats 7]
+    python benchmarks/bench_selective_log_softmax.py [--quick]
 
-Peers: the row loop of TRL and twinkle over 8 sequences, and ``gather - logsumexp`` under torch.compile, compiled before
-it is timed; both as in ``python -m memlean demo``. All are timed in turn, repeat by repeat; a ratio is taken within
-each repeat, and the median of the ratios is reported. The read probe sums the same bytes as integers in the same
-repeat: what reading the logits alone costs.
-
-Passes: "scoring" is forward under no_grad, "forward" is forward in a training step, whose graph is then dropped.
+A base point, and one axis at a time from there; README.md in this folder says what is measured how.
 """
 
-import argparse
-import csv
-import itertools
-import platform
+import contextlib
 import statistics
-import subprocess
 import time
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
+import harness
+import peers
 import torch
+from harness import Probes, Table, warm_heap
+from peers import IN_PLACE, MEMLEAN
+from torch import Tensor
+from tqdm import tqdm
 
 from memlean import _ops
-from memlean.demo import measure as methods
+from memlean.demo import logits as inputs
+from memlean.demo import measure
 
-COLUMNS = ("threads", "dtype", "entropy", "pass", "peer", "ns_per_logit", "ratio_to_memlean", "machine")
-
-
-def scoring(function, *arguments):
-    with torch.no_grad():
-        function(*arguments)
-
-
-def forward(function, *arguments):
-    function(*arguments)
-
-
-def forward_backward(function, logits, *arguments):
-    logits.grad = None
-    results = function(logits, *arguments)
-    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+FLOOR_CYCLES = 5.5 / 16  # of the AVX-512 forward for a logit in registers, without any memory
+FEW = (MEMLEAN, "twinkle", "log_softmax", "gather - logsumexp compiled")
+FACTS = {
+    "retained_bytes": ("retained", "B"),
+    "peak_forward_bytes": ("peak forward", "B"),
+    "peak_backward_bytes": ("peak backward", "B"),
+    "value_error": ("value error", "nats"),
+    "gradient_error": ("gradient error", "nats"),
+    "nan_rows_when_masked": ("NaN rows when masked", "rows"),
+}
 
 
-PASSES = {"scoring": scoring, "forward": forward, "forward + backward": forward_backward}
+@dataclass(frozen=True)
+class Point:
+    case: str
+    dtype: torch.dtype
+    rows: int
+    vocab: int
+    peers: tuple[str, ...]
+    entropy: bool = False
+    threads: int = 2
+    warm: bool = False  # freed memory stays, so that no pass pays for fresh pages
+    scoring: bool = False  # also without autograd
+    facts: bool = True  # also memory and errors
+
+    @property
+    def columns(self) -> dict:
+        return {
+            "case": self.case,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rows": self.rows,
+            "vocab": self.vocab,
+            "entropy": int(self.entropy),
+        }
+
+    @property
+    def calls(self) -> int:
+        """In one sample, which has to be long against the clock's resolution."""
+        return max(1, min(1000, 2**24 // (self.rows * self.vocab)))
 
 
-def seconds(function) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def points(quick: bool, everyone: tuple[str, ...]) -> list[Point]:
+    rows, vocab = (16, 32_000) if quick else (256, 151_936)
+    vocabs = (4_000,) if quick else (32_000, 128_256, 262_144)
+    many_rows = (4,) if quick else (16, 1024)
+    found = []
+
+    def without_compiling(point: Point) -> Point:
+        return replace(point, peers=tuple(name for name in point.peers if not name.endswith("compiled")))
+
+    for dtype in (torch.bfloat16, torch.float32):
+        base = Point("base", dtype, rows, vocab, everyone)
+        few = replace(base, peers=FEW)
+        found += [
+            base,
+            replace(base, entropy=True),
+            *(replace(few, case="vocab", vocab=other) for other in vocabs),
+            *(replace(few, case="rows", rows=other) for other in many_rows),
+            replace(base, case="one row", rows=1, scoring=True),
+            replace(few, case="one thread", threads=1),
+            replace(base, case="small call", rows=4, vocab=20, peers=FEW[:3], scoring=True, facts=False),
+        ]
+        if _ops.native:
+            # From the lowest to the highest, which is then still selected for the next turn's first.
+            levels = tuple(f"{MEMLEAN} {isa}" for isa in _ops.native.isa_available())
+            found.append(replace(base, case="isa", peers=(MEMLEAN, *levels), facts=False))
+        warm = (MEMLEAN, IN_PLACE, "twinkle", "log_softmax", "gather - logsumexp compiled")
+        found.append(replace(base, case="warm heap", peers=warm, warm=True, facts=False))
+    found.append(Point("dtype", torch.float16, rows, vocab, FEW))
+    if quick:  # the compiler takes most of the time
+        found = [point if point.case == "base" and not point.entropy else without_compiling(point) for point in found]
+    return sorted(found, key=lambda point: point.warm)  # the heap is what it was before for all the others
 
 
-def measure(timed: dict, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each function, taken in turn after one unmeasured round."""
-    times = {name: [] for name in timed}
-    for repeat in range(repeats + 1):
-        for name, function in timed.items():
-            sample = seconds(function)
-            if repeat > 0:
-                times[name].append(sample)
-    return times
+def methods_of(point: Point, known: dict[str, measure.Method]) -> dict[str, measure.Method]:
+    without = {"cross_entropy", "cross_entropy compiled"} if point.entropy else set()
+    return {name: known[name] for name in point.peers if name not in without}
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    isa = _ops.native.isa_active() if _ops.native else "generic path"
-    return f"{model}; {isa}; torch {torch.__version__}; commit {commit}"
+def sample(method: measure.Method, name: str, logits: Tensor, point: Point, index: Tensor, upstream) -> dict:
+    """Seconds of each pass."""
+    own = (lambda: logits * 1) if name == IN_PLACE else (lambda: logits)
+    passes = [measure.seconds(method, own(), index, upstream) for _ in range(point.calls)]
+    forward, backward = (sum(times) / point.calls for times in zip(*passes, strict=True))
+    found = {"forward": forward, "backward": backward, "both": forward + backward}
+    if point.scoring:
+        with torch.no_grad():
+            start = time.perf_counter()
+            for _ in range(point.calls):
+                method(logits, index, point.entropy)
+            found["scoring"] = (time.perf_counter() - start) / point.calls
+    return found
+
+
+def study(point: Point, known: dict[str, measure.Method], repeats: int, table: Table, bar) -> None:
+    bar.set_description(", ".join(str(value) for value in point.columns.values()))
+    torch.set_num_threads(point.threads)
+    torch.compiler.reset()  # else it gives up compiling after a few variants of one function
+    sequences = 8 if point.rows >= 16 else 1  # trainers have a batch of sequences
+    values, index = inputs.peaked((sequences, point.rows // sequences), point.vocab)
+    case = measure.Case("peaked", values, index, point.dtype, point.entropy)
+    logits = values.to(point.dtype).requires_grad_()
+    upstream = measure.upstream_gradients(case)
+    methods = methods_of(point, known)
+    expected = measure.reference(logits.detach(), index, upstream) if point.facts else None
+    for name, method in methods.items():
+        if name.endswith("compiled"):
+            first = sum(measure.seconds(method, logits, index, upstream))
+            table.add(peer=name, measure="first call", value=first, unit="s", **point.columns)
+        if point.facts:
+            found = measure.facts(method, logits, case, upstream, expected)
+            for key, (measured, unit) in FACTS.items():
+                if found[key] is not None:
+                    table.add(peer=name, measure=measured, value=found[key], unit=unit, **point.columns)
+        bar.update()
+    del expected, values, case
+
+    samples = {name: partial(sample, method, name, logits, point, index, upstream) for name, method in methods.items()}
+    probes = Probes(logits)
+    has_floor = "avx512" in table.constant["machine"]
+    samples["probes"] = lambda: probes() | ({"clock": harness.clock()} if has_floor else {})
+    with warm_heap() if point.warm else contextlib.nullcontext():
+        for warm_up in samples.values():
+            warm_up()
+        turns = measure.in_turns(samples, repeats, bar.update)
+    add_times(turns.pop("probes"), turns, point, table)
+
+
+def add_times(probes: list[dict], turns: dict[str, list[dict]], point: Point, table: Table) -> None:
+    limits = {name: [turn[name] for turn in probes] for name in probes[0]}
+    hertz = max(limits.pop("clock", [0]))  # of the turn that was disturbed least
+    if hertz:
+        table.add(peer="clock", measure="probe", value=hertz, unit="Hz", **point.columns)
+    for name, seconds in limits.items():
+        table.add(peer=name, measure="probe", value=statistics.median(seconds), unit="s", **point.columns)
+    both = [read + copy for read, copy in zip(limits["read probe"], limits["copy probe"], strict=True)]
+    limits["read + copy probe"] = both
+    limit_of = {"backward": "copy probe", "both": "read + copy probe"}
+    for measured in turns[point.peers[0]][0]:
+        times = {name: [turn[measured] for turn in mine] for name, mine in turns.items()}
+        if measured == "forward" and hertz:
+            floor = point.rows * point.vocab * FLOOR_CYCLES / point.threads / hertz
+            times["arithmetic floor"] = [floor] * len(probes)
+        baseline = (MEMLEAN, times[MEMLEAN])
+        for name, mine in times.items():
+            limit = (
+                "in-place probe" if (name, measured) == (IN_PLACE, "backward") else limit_of.get(measured, "read probe")
+            )
+            # A small call waits for Python, and the floor for nothing.
+            limited = point.case != "small call" and name in turns
+            where = {"measure": measured, **point.columns}
+            table.add_times({name: mine}, baseline, (limit, limits[limit]) if limited else None, **where)
+
+
+def recompilations(quick: bool, table: Table, bar) -> None:
+    """Seconds until the first result for a first, second and third number of rows, and graphs compiled so far."""
+    vocab, rows = (32_000, (16, 8, 4)) if quick else (151_936, (256, 128, 64))
+    values, index = inputs.peaked((rows[0],), vocab)
+    logits = values.bfloat16()
+    expressions = {"log_softmax": peers.log_softmax} if quick else peers.EXPRESSIONS
+    for name, expression in expressions.items():
+        bar.set_description(f"row counts, {name}")
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        with measure.empty_compiler_cache():
+            compiled = torch.compile(expression)
+            for count in rows:
+                mine = logits[:count].detach().requires_grad_()
+                arguments = (compiled, mine, index[:count], [torch.ones(count)])
+                first, again = (sum(measure.seconds(*arguments)) for _ in range(2))
+                columns = {"peer": f"{name} compiled", "case": "row counts", "dtype": "bfloat16", "entropy": 0}
+                columns |= {"rows": count, "vocab": vocab}
+                table.add(measure="compilation", value=first - again, unit="s", **columns)
+                graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                table.add(measure="graphs so far", value=graphs, unit="graphs", **columns)
+        bar.update()
+
+
+def fused_linear(quick: bool, repeats: int, table: Table, bar) -> None:
+    """For context: the projection to the vocabulary included, as torch's linear_cross_entropy has it."""
+    rows, vocab, hidden = (16, 4_000, 64) if quick else (256, 151_936, 576)
+    bar.set_description("linear_cross_entropy")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, hidden, generator=generator) / hidden**0.5
+    states = torch.randn(rows, hidden, generator=generator).requires_grad_()
+    index = torch.randint(vocab, (rows,), generator=generator)
+    case = measure.Case("hidden states", states, index, torch.float32, False)
+    upstream = measure.upstream_gradients(case)
+    columns = {"case": "fused linear", "dtype": "float32", "rows": rows, "vocab": vocab, "entropy": 0}
+    methods = peers.fused_linear(weight)
+    for name, method in methods.items():
+        sum(measure.seconds(method, states, index, upstream))
+        kept = measure.saved(method, states, case)["retained_bytes"] - weight.untyped_storage().nbytes()
+        table.add(peer=name, measure="retained", value=kept, unit="B", **columns)
+    timed = {name: partial(measure.seconds, method, states, index, upstream) for name, method in methods.items()}
+    turns = measure.in_turns(timed, repeats, bar.update)
+    times = {name: [sum(passes) for passes in mine] for name, mine in turns.items()}
+    table.add_times(times, ("linear + memlean", times["linear + memlean"]), measure="both", **columns)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="append rows to this file")
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = harness.parser(__doc__)
+    parser.add_argument("--repeats", type=int, help="turns (default: 7; quick: 2)")
     options = parser.parse_args()
-    table, here = [], machine()
-    for threads, dtype, entropy in itertools.product((2, 1), (torch.bfloat16, torch.float32), (False, True)):
-        torch.set_num_threads(threads)
-        torch._dynamo.reset()  # else it gives up compiling after a few variants of one function
-        torch.manual_seed(0)
-        logits = (torch.randn(8, options.rows // 8, options.vocab) * 3).to(dtype).requires_grad_()
-        index = torch.randint(options.vocab, logits.shape[:-1])
-        peers = {"memlean": methods.memlean, "row loop": methods.row_loop, "compiled": methods.compiled}
-        for pass_name, run in PASSES.items():
-            timed = {name: partial(run, peer, logits, index, entropy) for name, peer in peers.items()}
-            timed["read probe"] = logits.detach().view(torch.int64).sum
-            times = measure(timed, options.repeats)
-            for name, samples in times.items():
-                ratio = statistics.median(t / own for t, own in zip(samples, times["memlean"], strict=True))
-                each = statistics.median(samples) * 1e9 / logits.numel()
-                dtype_name = str(dtype).removeprefix("torch.")
-                table.append((threads, dtype_name, int(entropy), pass_name, name, f"{each:.4f}", f"{ratio:.2f}", here))
-                print("{:<3}{:<10}{:<3}{:<20}{:<12}{:>9} ns{:>8} x".format(*table[-1][:-1]), flush=True)
-    if options.csv:
-        new = not options.csv.exists()
-        with options.csv.open("a", newline="") as file:
-            csv.writer(file).writerows(([COLUMNS] if new else []) + table)
+    repeats = options.repeats or (2 if options.quick else 7)
+    table = Table(__file__, options)
+    everyone = peers.all_peers()
+    known = everyone | peers.variants()
+    todo = points(options.quick, tuple(everyone))
+    steps = sum(len(methods_of(point, known)) + repeats for point in todo) + len(peers.EXPRESSIONS) + repeats
+    with tqdm(total=steps) as bar, measure.empty_compiler_cache():
+        for point in todo:
+            study(point, known, repeats, table, bar)
+        recompilations(options.quick, table, bar)
+        fused_linear(options.quick, repeats, table, bar)
+    table.write()
 
 
 if __name__ == "__main__":

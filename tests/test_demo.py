@@ -76,7 +76,7 @@ def test_save_calls_of_the_row_loop_grow_with_the_batch():
     def save_calls(batch, method):
         logits = torch.randn(batch, 2, 32).bfloat16().requires_grad_()
         case = measure.Case("", logits, torch.zeros(batch, 2, dtype=torch.int64), torch.bfloat16, True)
-        return measure._saved(method, logits, case)["save_calls"]
+        return measure.saved(method, logits, case)["save_calls"]
 
     assert save_calls(8, measure.row_loop) == 8 * save_calls(1, measure.row_loop)
     assert save_calls(8, measure.memlean) == save_calls(1, measure.memlean)

@@ -47,14 +47,18 @@ def real_if_possible(seq: int) -> Inputs:
     return _with_large_vocab("randomly initialised Llama", values, index, note)
 
 
+def peaked(rows: tuple[int, ...], vocab: int) -> tuple[Tensor, Tensor]:
+    """Noise with one token far above it: logits ``[*rows, vocab]`` in float32, and those tokens, ``[*rows]``."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(*rows, vocab, generator=generator).mul_(2.5)
+    index = torch.randint(vocab, rows, generator=generator)
+    values.scatter_add_(-1, index.unsqueeze(-1), 8 + 8 * torch.rand(*rows, 1, generator=generator))
+    return values, index
+
+
 def random(seq: int, because: str = "a quick run loads no model") -> Inputs:
     """Peaked logits without any model: noise, and for most rows one token far above it."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(TEXTS), seq)
-    values = 2.5 * torch.randn(*shape, SMALL_VOCAB, generator=generator)
-    index = torch.randint(SMALL_VOCAB, shape, generator=generator)
-    peak = 8 + 8 * torch.rand(*shape, 1, generator=generator)
-    values.scatter_add_(-1, index.unsqueeze(-1), peak)
+    values, index = peaked((len(TEXTS), seq), SMALL_VOCAB)
     return _with_large_vocab("peaked random logits", values, index, f"Not real logits: {because}.")
 
 

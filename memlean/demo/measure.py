@@ -6,9 +6,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from memlean import selective_log_softmax
 
 Outputs = tuple[Tensor, ...]  # (logps,) or (logps, entropy)
 Method = Callable[[Tensor, Tensor, bool], Outputs]
+T = TypeVar("T")
 
 MASKED = 64  # columns at the end of the vocabulary that a padded model masks with -inf
 
@@ -92,17 +95,19 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
     logits = case.values.to(case.dtype).requires_grad_()
     dtype = str(case.dtype).removeprefix("torch.")
     label = f"V = {logits.shape[-1]:,} {dtype}{' + entropy' if case.entropy else ''}"
-    upstream = _upstream(case)
+    upstream = upstream_gradients(case)
     bar.set_description(f"{label}: float64 reference")
-    expected = _reference(logits.detach(), case.index, upstream)
+    expected = reference(logits.detach(), case.index, upstream)
     bar.update()
 
     results: dict[str, dict] = {}
     runnable: dict[str, Method] = {}
     for name, method in methods.items():
         bar.set_description(f"{label}: {name}, memory and error")
+        if method is compiled:
+            torch.compiler.reset()
         try:
-            first_call_s = _first_call(method, logits, case.index, upstream)
+            first_call_s = sum(seconds(method, logits, case.index, upstream))
         except Exception as error:  # no compiler, or one that fails: the other methods are still worth showing
             if method is not compiled:
                 raise
@@ -118,21 +123,17 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
                 "entropy": case.entropy,
                 "method": name,
                 "compile_s": first_call_s if method is compiled else None,
-                **_saved(method, logits, case),
-                **_peaks(method, logits, case.index, upstream),
-                **_errors(method, logits, case.index, upstream, expected),
-                "nan_rows_when_masked": _nan_rows_when_masked(method, logits, case),
+                **facts(method, logits, case, upstream, expected),
             }
         bar.update()
 
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runnable}
-    for _ in range(repeats):
-        bar.set_description(f"{label}: time")
-        for name, method in runnable.items():
-            seconds[name].append(_seconds(method, logits, case.index, upstream))
-        bar.update()
-    for name, result in results.items():
-        result["forward_s"], result["forward_backward_s"] = (list(times) for times in zip(*seconds[name], strict=True))
+    bar.set_description(f"{label}: time")
+    timed = {name: partial(seconds, method, logits, case.index, upstream) for name, method in runnable.items()}
+    for name, times in in_turns(timed, repeats, bar.update).items():
+        result = results[name]
+        result["forward_s"] = [forward for forward, _ in times]
+        result["forward_backward_s"] = [forward + backward for forward, backward in times]
+    for result in results.values():
         for kind in ("forward", "forward_backward"):
             # Per pair of neighbours in time: a machine that is busy for a while slows down both.
             pairs = zip(results["row loop"][f"{kind}_s"], result[f"{kind}_s"], strict=True)
@@ -140,7 +141,30 @@ def study(case: Case, methods: dict[str, Method], repeats: int, bar, notes: list
     return list(results.values())
 
 
-def _upstream(case: Case) -> list[Tensor]:
+def facts(method: Method, logits: Tensor, case: Case, upstream: list[Tensor], expected) -> dict:
+    """What is kept and allocated, how far from ``expected`` it is, rows with NaN: all that is no time."""
+    return {
+        **saved(method, logits, case),
+        **peaks(method, logits, case.index, upstream),
+        **_errors(method, logits, case.index, upstream, expected),
+        "nan_rows_when_masked": _nan_rows_when_masked(method, logits, case),
+    }
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], T]], repeats: int, after_turn: Callable[[], object] | None = None
+) -> dict[str, list[T]]:
+    """What each function returned, one after the other in each turn: what is compared was measured together."""
+    results: dict[str, list[T]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            results[name].append(function())
+        if after_turn is not None:
+            after_turn()
+    return results
+
+
+def upstream_gradients(case: Case) -> list[Tensor]:
     """Gradients of the outputs: values that bfloat16 holds, so that no method has to round them."""
     generator = torch.Generator().manual_seed(0)
     count = 2 if case.entropy else 1
@@ -148,12 +172,15 @@ def _upstream(case: Case) -> list[Tensor]:
 
 
 def _backward(outputs: Sequence[Tensor], logits: Tensor, upstream: list[Tensor]) -> Tensor:
-    grad_outputs = [g.to(output.dtype) for g, output in zip(upstream, outputs, strict=True)]
-    (gradient,) = torch.autograd.grad(outputs, logits, grad_outputs)
+    (gradient,) = torch.autograd.grad(outputs, logits, _like(outputs, upstream))
     return gradient
 
 
-def _reference(logits: Tensor, index: Tensor, upstream: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+def _like(outputs: Sequence[Tensor], upstream: list[Tensor]) -> list[Tensor]:
+    return [g.to(output.dtype) for g, output in zip(upstream, outputs, strict=True)]
+
+
+def reference(logits: Tensor, index: Tensor, upstream: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Values and gradient in float64, one sequence at a time."""
     values, gradient = [], torch.empty(logits.shape, dtype=torch.float64)
     for i, row in enumerate(logits):
@@ -167,16 +194,7 @@ def _reference(logits: Tensor, index: Tensor, upstream: list[Tensor]) -> tuple[l
     return [torch.stack(column) for column in zip(*values, strict=True)], gradient
 
 
-def _first_call(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]) -> float:
-    """Seconds of the first forward and backward, which for the compiled peer is the time to compile them."""
-    if method is compiled:
-        torch.compiler.reset()
-    start = time.perf_counter()
-    _backward(method(logits, index, len(upstream) == 2), logits, upstream)
-    return time.perf_counter() - start
-
-
-def _saved(method: Method, logits: Tensor, case: Case) -> dict:
+def saved(method: Method, logits: Tensor, case: Case) -> dict:
     """What autograd keeps between forward and backward, by storage, without the caller's own logits and index."""
     sizes, calls = {}, 0
 
@@ -184,7 +202,7 @@ def _saved(method: Method, logits: Tensor, case: Case) -> dict:
         nonlocal calls
         calls += 1
         storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = (storage.nbytes(), tensor.numel() >= tensor.shape[-1] >= logits.shape[-1])
+        sizes[storage.data_ptr()] = (storage.nbytes(), tensor.numel() >= (0, *tensor.shape)[-1] >= logits.shape[-1])
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -200,7 +218,7 @@ def _saved(method: Method, logits: Tensor, case: Case) -> dict:
     }
 
 
-def _peaks(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]) -> dict:
+def peaks(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]) -> dict:
     """The most memory that forward, then backward, had in use above what was there before both.
 
     By the kernel's high-water mark of resident memory, which misses nothing, whoever allocated it; None without it.
@@ -257,10 +275,14 @@ def _nan_rows_when_masked(method: Method, logits: Tensor, case: Case) -> int:
     return int(torch.stack(outputs).isnan().any(0).sum())
 
 
-def _seconds(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]) -> tuple[float, float]:
-    """Of the forward, and of both passes."""
+def seconds(method: Method, logits: Tensor, index: Tensor, upstream: list[Tensor]) -> tuple[float, float]:
+    """Of the forward and of the backward. Freeing the gradient is not part of it."""
     start = time.perf_counter()
     outputs = method(logits, index, len(upstream) == 2)
     forward = time.perf_counter() - start
-    _backward(outputs, logits, upstream)
-    return forward, time.perf_counter() - start
+    grad_outputs = _like(outputs, upstream)
+    start = time.perf_counter()
+    gradient = torch.autograd.grad(outputs, logits, grad_outputs)
+    backward = time.perf_counter() - start
+    del gradient
+    return forward, backward
