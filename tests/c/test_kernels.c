@@ -534,6 +534,27 @@ static void test_upstream_not_finite(const char *isa)
     destroy(&q);
 }
 
+/* Probabilities far below what the comparisons with long double could tell from 0. */
+static void test_small_probabilities(const char *isa)
+{
+    for (int u = 1; u < 700; u += 37) {
+        problem q;
+        make(&q, MEMLEAN_F64, FLAT, 40, 1);
+        for (int64_t i = 0; i < rows * q.strides[0]; i++)
+            put(MEMLEAN_F64, q.logits, i, -1e6);
+        for (int64_t row = 0; row < rows; row++) {
+            put(MEMLEAN_F64, q.logits, row * q.strides[0], 0);
+            put(MEMLEAN_F64, q.logits, row * q.strides[0] + 1, -u);
+            q.grad_entropy[row] = 0;
+        }
+        run(&q, 0);
+        const double expected = -exp(-u) / (1 + exp(-u)) * (q.grad_logp[0] + q.grad_logp[1]);
+        const double got = get(MEMLEAN_F64, q.params.grad_logits, 1);
+        CHECK(fabs(got / expected - 1) < 1e-12, "%s: u %d gradient %g, expected %g", isa, u, got, expected);
+        destroy(&q);
+    }
+}
+
 /* 1 / T^2 is beyond float32: where it meets a 0, the gradient must not become NaN. */
 static void test_low_temperature(memlean_dtype dtype)
 {
@@ -719,6 +740,7 @@ int main(int argc, char **argv)
         test_shards(isa);
         test_extras(isa);
         test_upstream_not_finite(isa);
+        test_small_probabilities(isa);
     }
     test_refusals();
     printf("%d passed, %d failed at the levels", checks - failures, failures);
