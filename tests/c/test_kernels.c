@@ -555,6 +555,61 @@ static void test_small_probabilities(const char *isa)
     }
 }
 
+/* The greatest logit of a dtype beside the least: their difference is beyond double, or NaN with the empty sum. */
+static void test_extreme_logits(const char *isa)
+{
+    static const double highest[] = {(double)FLT_MAX, 0x1.fep127, 65504, DBL_MAX};
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
+        problem q;
+        make(&q, (memlean_dtype)dtype, FLAT, 40000, 1);
+        for (int64_t i = 0; i < rows * q.strides[0]; i++)
+            put((memlean_dtype)dtype, q.logits, i, -highest[dtype]);
+        for (int64_t row = 0; row < rows; row++) {
+            put((memlean_dtype)dtype, q.logits, row * q.strides[0] + 39999, highest[dtype]);
+            q.index[row * candidates] = 39999;
+        }
+        run(&q, 0);
+        for (int64_t row = 0; row < rows; row++)
+            CHECK(get(real(&q), q.logp, row * candidates) == 0 && get(real(&q), q.entropy, row) == 0, "%s %s: %g %g",
+                  isa, dtype_names[dtype], get(real(&q), q.logp, row * candidates), get(real(&q), q.entropy, row));
+        destroy(&q);
+    }
+}
+
+/* ---- Conversions ---------------------------------------------------------------------------------------------------
+ */
+
+/* Rounding to nearest even, from the definition: between any two neighbours, at their middle and beside it. */
+static void test_conversions(memlean_dtype dtype)
+{
+    const int bf16 = dtype == MEMLEAN_BF16;
+    const uint16_t infinity = bf16 ? 0x7f80 : 0x7c00;
+    for (int sign = 0; sign < 2; sign++) {
+        for (uint16_t i = 0; i < infinity; i++) {
+            const uint16_t low = (uint16_t)(i | sign << 15), high = (uint16_t)(low + 1);
+            uint16_t got[5];
+            const double a = get(dtype, &low, 0);
+            /* The step to infinity is as long as the one before it. */
+            const uint16_t below = (uint16_t)(low - 1);
+            const double b = i + 1 < infinity ? get(dtype, &high, 0) : 2 * a - get(dtype, &below, 0);
+            const float middle = (float)((a + b) / 2), out = sign ? -INFINITY : INFINITY;
+            const float values[] = {(float)a, nextafterf(middle, -out), middle, nextafterf(middle, out)};
+            for (int k = 0; k < 4; k++)
+                got[k] = bf16 ? ml_float_to_bf16(values[k]) : ml_float_to_f16(values[k]);
+            const int right = got[0] == low && got[1] == low && got[2] == (i & 1 ? high : low) && got[3] == high;
+            if (!right || i % 1000 == 0)
+                CHECK(right, "%s %04x: %04x %04x %04x %04x", dtype_names[dtype], low, got[0], got[1], got[2], got[3]);
+        }
+        const float special[] = {INFINITY, FLT_MAX, ml_bits_to_float(0x7f800001), ml_bits_to_float(0x7fffffff)};
+        for (int k = 0; k < 4; k++) {
+            const float x = sign ? -special[k] : special[k];
+            const uint16_t got = bf16 ? ml_float_to_bf16(x) : ml_float_to_f16(x);
+            CHECK(k < 2 ? got == (infinity | sign << 15) : isnan(get(dtype, &got, 0)), "%s: %g is %04x",
+                  dtype_names[dtype], (double)x, got);
+        }
+    }
+}
+
 /* 1 / T^2 is beyond float32: where it meets a 0, the gradient must not become NaN. */
 static void test_low_temperature(memlean_dtype dtype)
 {
@@ -741,7 +796,10 @@ int main(int argc, char **argv)
         test_extras(isa);
         test_upstream_not_finite(isa);
         test_small_probabilities(isa);
+        test_extreme_logits(isa);
     }
+    test_conversions(MEMLEAN_BF16);
+    test_conversions(MEMLEAN_F16);
     test_refusals();
     printf("%d passed, %d failed at the levels", checks - failures, failures);
     for (int level = 0; (isa = memlean_isa_available(level)); level++)
