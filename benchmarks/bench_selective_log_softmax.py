@@ -25,6 +25,8 @@ from memlean.demo import measure
 
 FLOOR_CYCLES = 5.5 / 16  # of the AVX-512 forward for a logit in registers, without any memory
 FEW = (MEMLEAN, "twinkle", "log_softmax", "gather - logsumexp compiled")
+# Last the one after which the heap is not what it was.
+ORDER = ("base", "one row", "small call", "isa", "one thread", "rows", "vocab", "dtype", "warm heap")
 FACTS = {
     "retained_bytes": ("retained", "B"),
     "peak_forward_bytes": ("peak forward", "B"),
@@ -94,7 +96,7 @@ def points(quick: bool, everyone: tuple[str, ...]) -> list[Point]:
     found.append(Point("dtype", torch.float16, rows, vocab, FEW))
     if quick:  # the compiler takes most of the time
         found = [point if point.case == "base" and not point.entropy else without_compiling(point) for point in found]
-    return sorted(found, key=lambda point: point.warm)  # the heap is what it was before for all the others
+    return sorted(found, key=lambda point: ORDER.index(point.case))
 
 
 def methods_of(point: Point, known: dict[str, measure.Method]) -> dict[str, measure.Method]:
@@ -236,6 +238,7 @@ def main() -> None:
     with tqdm(total=steps) as bar, measure.empty_compiler_cache():
         for point in todo:
             study(point, known, repeats, table, bar)
+            table.write()  # now, in case somebody stops it
         recompilations(options.quick, table, bar)
         fused_linear(options.quick, repeats, table, bar)
     table.write()
