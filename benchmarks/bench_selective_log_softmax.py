@@ -25,6 +25,7 @@ from memlean.demo import measure
 
 FLOOR_CYCLES = 5.5 / 16  # of the AVX-512 forward for a logit in registers, without any memory
 FEW = (MEMLEAN, "twinkle", "log_softmax", "gather - logsumexp compiled")
+LINEAR_TURNS = 2  # of half a minute each
 # Last the one after which the heap is not what it was.
 ORDER = ("base", "one row", "small call", "isa", "one thread", "rows", "vocab", "dtype", "warm heap")
 FACTS = {
@@ -203,7 +204,7 @@ def recompilations(quick: bool, table: Table, bar) -> None:
         bar.update()
 
 
-def fused_linear(quick: bool, repeats: int, table: Table, bar) -> None:
+def fused_linear(quick: bool, table: Table, bar) -> None:
     """For context: the projection to the vocabulary included, as torch's linear_cross_entropy has it."""
     rows, vocab, hidden = (16, 4_000, 64) if quick else (256, 151_936, 576)
     bar.set_description("linear_cross_entropy")
@@ -220,7 +221,7 @@ def fused_linear(quick: bool, repeats: int, table: Table, bar) -> None:
         kept = measure.saved(method, states, case)["retained_bytes"] - weight.untyped_storage().nbytes()
         table.add(peer=name, measure="retained", value=kept, unit="B", **columns)
     timed = {name: partial(measure.seconds, method, states, index, upstream) for name, method in methods.items()}
-    turns = measure.in_turns(timed, repeats, bar.update)
+    turns = measure.in_turns(timed, LINEAR_TURNS, bar.update)
     times = {name: [sum(passes) for passes in mine] for name, mine in turns.items()}
     table.add_times(times, ("linear + memlean", times["linear + memlean"]), measure="both", **columns)
 
@@ -234,13 +235,13 @@ def main() -> None:
     everyone = peers.all_peers()
     known = everyone | peers.variants()
     todo = points(options.quick, tuple(everyone))
-    steps = sum(len(methods_of(point, known)) + repeats for point in todo) + len(peers.EXPRESSIONS) + repeats
+    steps = sum(len(methods_of(point, known)) + repeats for point in todo) + len(peers.EXPRESSIONS) + LINEAR_TURNS
     with tqdm(total=steps) as bar, measure.empty_compiler_cache():
         for point in todo:
             study(point, known, repeats, table, bar)
             table.write()  # now, in case somebody stops it
         recompilations(options.quick, table, bar)
-        fused_linear(options.quick, repeats, table, bar)
+        fused_linear(options.quick, table, bar)
     table.write()
 
 
