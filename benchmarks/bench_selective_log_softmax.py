@@ -182,7 +182,8 @@ def add_times(probes: list[dict], turns: dict[str, list[dict]], point: Point, ta
 
 def recompilations(quick: bool, table: Table, bar) -> None:
     """Seconds until the first result for a first, second and third number of rows, and graphs compiled so far."""
-    vocab, rows = (32_000, (16, 8, 4)) if quick else (151_936, (256, 128, 64))
+    # Other numbers of rows than those of the points, whose code the process already has.
+    vocab, rows = (32_000, (12, 6, 3)) if quick else (151_936, (240, 120, 60))
     values, index = inputs.peaked((rows[0],), vocab)
     logits = values.bfloat16()
     expressions = {"log_softmax": peers.log_softmax} if quick else peers.EXPRESSIONS
