@@ -25,6 +25,9 @@ from memlean.demo import measure
 
 FLOOR_CYCLES = 5.5 / 16  # of the AVX-512 forward for a logit in registers, without any memory
 FEW = (MEMLEAN, "twinkle", "log_softmax", "gather - logsumexp compiled")
+LINEAR_TURNS = 2  # of half a minute each
+# Last the one after which the heap is not what it was.
+ORDER = ("base", "one row", "small call", "isa", "one thread", "rows", "vocab", "dtype", "warm heap")
 FACTS = {
     "retained_bytes": ("retained", "B"),
     "peak_forward_bytes": ("peak forward", "B"),
@@ -94,7 +97,7 @@ def points(quick: bool, everyone: tuple[str, ...]) -> list[Point]:
     found.append(Point("dtype", torch.float16, rows, vocab, FEW))
     if quick:  # the compiler takes most of the time
         found = [point if point.case == "base" and not point.entropy else without_compiling(point) for point in found]
-    return sorted(found, key=lambda point: point.warm)  # the heap is what it was before for all the others
+    return sorted(found, key=lambda point: ORDER.index(point.case))
 
 
 def methods_of(point: Point, known: dict[str, measure.Method]) -> dict[str, measure.Method]:
@@ -179,7 +182,8 @@ def add_times(probes: list[dict], turns: dict[str, list[dict]], point: Point, ta
 
 def recompilations(quick: bool, table: Table, bar) -> None:
     """Seconds until the first result for a first, second and third number of rows, and graphs compiled so far."""
-    vocab, rows = (32_000, (16, 8, 4)) if quick else (151_936, (256, 128, 64))
+    # Other numbers of rows than those of the points, whose code the process already has.
+    vocab, rows = (32_000, (12, 6, 3)) if quick else (151_936, (240, 120, 60))
     values, index = inputs.peaked((rows[0],), vocab)
     logits = values.bfloat16()
     expressions = {"log_softmax": peers.log_softmax} if quick else peers.EXPRESSIONS
@@ -201,7 +205,7 @@ def recompilations(quick: bool, table: Table, bar) -> None:
         bar.update()
 
 
-def fused_linear(quick: bool, repeats: int, table: Table, bar) -> None:
+def fused_linear(quick: bool, table: Table, bar) -> None:
     """For context: the projection to the vocabulary included, as torch's linear_cross_entropy has it."""
     rows, vocab, hidden = (16, 4_000, 64) if quick else (256, 151_936, 576)
     bar.set_description("linear_cross_entropy")
@@ -218,7 +222,7 @@ def fused_linear(quick: bool, repeats: int, table: Table, bar) -> None:
         kept = measure.saved(method, states, case)["retained_bytes"] - weight.untyped_storage().nbytes()
         table.add(peer=name, measure="retained", value=kept, unit="B", **columns)
     timed = {name: partial(measure.seconds, method, states, index, upstream) for name, method in methods.items()}
-    turns = measure.in_turns(timed, repeats, bar.update)
+    turns = measure.in_turns(timed, LINEAR_TURNS, bar.update)
     times = {name: [sum(passes) for passes in mine] for name, mine in turns.items()}
     table.add_times(times, ("linear + memlean", times["linear + memlean"]), measure="both", **columns)
 
@@ -232,12 +236,13 @@ def main() -> None:
     everyone = peers.all_peers()
     known = everyone | peers.variants()
     todo = points(options.quick, tuple(everyone))
-    steps = sum(len(methods_of(point, known)) + repeats for point in todo) + len(peers.EXPRESSIONS) + repeats
+    steps = sum(len(methods_of(point, known)) + repeats for point in todo) + len(peers.EXPRESSIONS) + LINEAR_TURNS
     with tqdm(total=steps) as bar, measure.empty_compiler_cache():
         for point in todo:
             study(point, known, repeats, table, bar)
+            table.write()  # now, in case somebody stops it
         recompilations(options.quick, table, bar)
-        fused_linear(options.quick, repeats, table, bar)
+        fused_linear(options.quick, table, bar)
     table.write()
 
 

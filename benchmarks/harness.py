@@ -98,7 +98,6 @@ class Table:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-        print(f"{len(self.rows)} rows: {os.path.relpath(path)}")
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:

@@ -28,13 +28,14 @@ DTYPES = ("bfloat16", "float32")
 
 
 def series(rows: list[dict], axis: str, measure: str, dtype: str) -> dict[str, list[tuple[float, float]]]:
-    """(place on the axis, value) by peer, over the base point and the points of that axis."""
+    """(place on the axis, value) by peer, for the peers that are at all points of that axis and at the base point."""
     cases = {"base", axis} | ({"one row"} if axis == "rows" else set())
     found: dict[str, list[tuple[float, float]]] = {}
     for row in harness.select(rows, measure=measure, dtype=dtype, entropy=0):
         if row["case"] in cases:
             found.setdefault(row["peer"], []).append((float(row[axis]), float(row["value"])))
-    return {peer: sorted(values) for peer, values in found.items() if len(values) > 1}
+    all_places = max(len(values) for values in found.values())
+    return {peer: sorted(values) for peer, values in found.items() if len(values) == all_places}
 
 
 def growth(axes, lines: dict[str, list[tuple[float, float]]], scale: float) -> None:
@@ -46,7 +47,7 @@ def growth(axes, lines: dict[str, list[tuple[float, float]]], scale: float) -> N
     axes.set_yscale("log")
     axes.grid(which="major", alpha=0.3)
     places = sorted({place for line in lines.values() for place, _ in line})
-    axes.set_xticks(places, [f"{place:,.0f}" for place in places], rotation=20, fontsize=9)
+    axes.set_xticks(places, [f"{place:,.0f}" for place in places], rotation=35, ha="right", fontsize=9)
     axes.minorticks_off()
 
 
@@ -135,8 +136,9 @@ def _label(axis: str, base: dict) -> str:
 
 
 def _larger(some: dict, others: dict) -> dict:
+    page = 4096  # what the kernel counts in; below is noise
     return {
-        peer: [(place, max(a, b, 1)) for (place, a), (_, b) in zip(some[peer], others[peer], strict=True)]
+        peer: [(place, max(a, b, page)) for (place, a), (_, b) in zip(some[peer], others[peer], strict=True)]
         for peer in some
     }
 

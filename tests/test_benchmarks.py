@@ -13,6 +13,21 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_selective_log_softmax as bench  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
+import readme_table  # noqa: E402
+
+
+def test_readme_has_the_numbers_of_the_committed_csv():
+    text = readme_table.README.read_text()
+    assert readme_table.updated(text) == text, "run `make readme-table`"
+
+
+def test_every_row_names_its_commit_and_machine():
+    files = list(harness.RESULTS.glob("*.csv"))
+    assert {file.stem for file in files} == {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+    for file in files:
+        rows = harness.read(file.stem)
+        assert tuple(rows[0]) == harness.COLUMNS
+        assert all(row["commit"] and row["machine"] and row["date"] and row["script"] for row in rows)
 
 
 @pytest.fixture
