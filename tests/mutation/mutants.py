@@ -60,7 +60,9 @@ MUTANTS = [
     # conversions
     Mutant(NUMERIC, "bits + 0x7fff + ((bits >> 16) & 1)", "bits + 0x8000"),
     Mutant(NUMERIC, "if (value != value)\n        return 0x7fc0;", ""),
-    Mutant(NUMERIC, "rest >= 0x477ff000u", "rest >= 0x47800000u"),
+    Mutant(
+        NUMERIC, "rest >= 0x477ff000u", "rest >= 0x47800000u", survives="rounding up carries into infinity by itself"
+    ),
     Mutant(NUMERIC, "0xfff + (rest >> 13 & 1)", "0x1000"),
     Mutant(NUMERIC, "rest < 0x38800000u", "rest < 0x38000000u"),
     Mutant(AVX2, "_mm256_set1_epi32(0x7fff)), odd)", "_mm256_set1_epi32(0x8000)), _mm256_setzero_si256())"),
@@ -267,6 +269,10 @@ def run(command: list[str], folder: Path, **environment: str) -> bool:
     return done.returncode == 0
 
 
+class DoesNotCompile(Exception):
+    pass
+
+
 class Tree:
     """A copy of the tree, with the C tests built from it, and its extension when it is first asked for."""
 
@@ -285,7 +291,7 @@ class Tree:
 
     def build_c(self) -> bool:
         targets = [f"../build/c/{name}" for name, *_ in self.PROGRAMS]
-        return run(["make", "-C", "csrc", *targets, "BUILD=../build/c", "CFLAGS=-O1"], self.folder)
+        return run(["make", "-C", "csrc", *targets, "BUILD=../build/c", "CFLAGS=-O1 -Wno-error"], self.folder)
 
     def killer_in_c(self) -> str:
         for program, *arguments in self.PROGRAMS:
@@ -312,12 +318,13 @@ class Tree:
         path.write_text(original.replace(mutant.old, mutant.new))
         try:
             if mutant.file.startswith("csrc") and mutant.file not in (BINDING, CHECKS):
-                assert self.build_c(), f"{mutant.file} does not compile with: {mutant.new}"
+                if not self.build_c():
+                    raise DoesNotCompile
                 killer = self.killer_in_c()
                 if killer or c_tests_alone:
                     return killer
-            if mutant.file.startswith("csrc"):
-                assert self.build_extension(), f"{mutant.file} does not compile with: {mutant.new}"
+            if mutant.file.startswith("csrc") and not self.build_extension():
+                raise DoesNotCompile
             return self.killer_in_python(mutant.tests)
         finally:
             path.write_text(original)
@@ -328,6 +335,7 @@ class Tree:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose file, old or new text contains this")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many from the start")
     parser.add_argument("--c-tests", action="store_true", help="the C tests alone, on the C room: minutes, not hours")
     parser.add_argument("--list", action="store_true", help="check that each text stands in its file once, run nothing")
     options = parser.parse_args()
@@ -339,6 +347,7 @@ def main() -> int:
             count = (ROOT / mutant.file).read_text().count(mutant.old)
             print(f"{'ok' if count == 1 else f'{count} times':10}{mutant.file}: {mutant.old!r} -> {mutant.new!r}")
         return any((ROOT / m.file).read_text().count(m.old) != 1 for m in chosen)
+    chosen = chosen[options.skip :]
     killed = explained = 0
     alive = []
     with tempfile.TemporaryDirectory() as name:
@@ -347,12 +356,15 @@ def main() -> int:
         assert options.c_tests or tree.build_extension(), "the extension does not build without a mutant"
         for number, mutant in enumerate(chosen, 1):
             begin = time.monotonic()
-            killer = tree.killer(mutant, options.c_tests)
+            try:
+                killer = tree.killer(mutant, options.c_tests)
+                verdict = f"killed by {killer}" if killer else f"survives: {mutant.survives or 'NO TEST FAILS'}"
+            except DoesNotCompile:
+                killer, verdict = "", "DOES NOT COMPILE, which shows nothing"
             killed += bool(killer)
             explained += bool(not killer and mutant.survives)
             if not killer and not mutant.survives:
                 alive.append(mutant)
-            verdict = f"killed by {killer}" if killer else f"survives: {mutant.survives or 'NO TEST FAILS'}"
             print(
                 f"[{number}/{len(chosen)}, {time.monotonic() - begin:.0f} s] {mutant.file}: {mutant.old!r} -> "
                 f"{mutant.new!r}: {verdict}",
