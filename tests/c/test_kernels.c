@@ -121,7 +121,7 @@ static void *allocate(size_t bytes)
 
 static void make(problem *q, memlean_dtype dtype, family kind, int64_t vocab, int64_t vocab_stride)
 {
-    memset(q, 0, sizeof *q);
+    memset(q, 0xff, sizeof *q); /* results that nobody writes stay NaN */
     seed = (uint64_t)vocab * 31 + (uint64_t)kind;
     q->sizes[0] = rows;
     q->strides[0] = vocab * vocab_stride + 5;
@@ -377,8 +377,11 @@ static void test_masks(const char *isa)
         for (int64_t j = 0; j < 40000; j++)
             put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
         q.params.row_mask = mask;
+        q.params.argmax = q.argmax;
+        q.params.sum_p2 = q.sum_p2;
         run(&q, split);
         CHECK(get(MEMLEAN_F32, q.logp, 2) == 0 && get(MEMLEAN_F32, q.entropy, 1) == 0, "%s: masked row", isa);
+        CHECK(get(MEMLEAN_F32, q.sum_p2, 1) == 0 && q.argmax[1] == -1, "%s: masked row", isa);
         CHECK(get(MEMLEAN_F32, q.params.grad_logits, 40000 + 7) == 0, "%s: masked gradient", isa);
         CHECK(!memcmp(q.logp, plain.logp, 2 * sizeof(float)), "%s: first row", isa);
         CHECK(!memcmp(q.params.grad_logits, plain.params.grad_logits, 40000 * sizeof(float)), "%s: first row", isa);
@@ -502,6 +505,8 @@ static void test_extras(const char *isa)
     problem q;
     for (int split = 0; split < 2; split++) {
         make(&q, MEMLEAN_F64, FLAT, 70001, 1);
+        put(MEMLEAN_F64, q.logits, 30000, 5); /* the first row's maximum, in two segments */
+        put(MEMLEAN_F64, q.logits, 69000, 5);
         q.params.argmax = q.argmax;
         q.params.sum_p2 = q.sum_p2;
         run(&q, split);
