@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from memlean import selective_log_softmax
 from memlean._ops import native
-from memlean.demo.measure import Method, Outputs, memlean
+from memlean.demo.measure import Method, Outputs, gather_minus_logsumexp, memlean
 
 
 def twinkle() -> Method:
@@ -77,16 +77,6 @@ def cross_entropy(logits: Tensor, index: Tensor, entropy: bool) -> Outputs:
     return (-F.cross_entropy(logits.flatten(0, -2), index.flatten(), reduction="none").view(index.shape),)
 
 
-def logsumexp(logits: Tensor, index: Tensor, entropy: bool) -> Outputs:
-    x = logits.float()
-    logsumexp = x.logsumexp(-1)
-    logps = x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logsumexp
-    if not entropy:
-        return (logps,)
-    log_p = x - logsumexp.unsqueeze(-1)
-    return logps, -(log_p.exp() * log_p).sum(-1)
-
-
 def in_place(logits: Tensor, index: Tensor, entropy: bool) -> Outputs:
     """memlean with the gradient written over the logits, which may be no leaf."""
     outputs = selective_log_softmax(logits, index, return_entropy=entropy, inplace_backward=True)
@@ -105,7 +95,7 @@ def at_level(isa: str) -> Method:
 
 MEMLEAN = "memlean"
 IN_PLACE = "memlean in place"
-EXPRESSIONS = {"log_softmax": log_softmax, "cross_entropy": cross_entropy, "gather - logsumexp": logsumexp}
+EXPRESSIONS = {"log_softmax": log_softmax, "cross_entropy": cross_entropy, "gather - logsumexp": gather_minus_logsumexp}
 
 
 def all_peers() -> dict[str, Method]:
