@@ -89,7 +89,6 @@ def points(quick: bool, everyone: tuple[str, ...]) -> list[Point]:
             replace(base, case="small call", rows=4, vocab=20, peers=FEW[:3], scoring=True, facts=False),
         ]
         if _ops.native:
-            # From the lowest to the highest, which is then still selected for the next turn's first.
             levels = tuple(f"{MEMLEAN} {isa}" for isa in _ops.native.isa_available())
             found.append(replace(base, case="isa", peers=(MEMLEAN, *levels), facts=False))
         warm = (MEMLEAN, IN_PLACE, "twinkle", "log_softmax", "gather - logsumexp compiled")
@@ -108,7 +107,12 @@ def methods_of(point: Point, known: dict[str, measure.Method]) -> dict[str, meas
 def sample(method: measure.Method, name: str, logits: Tensor, point: Point, index: Tensor, upstream) -> dict:
     """Seconds of each pass."""
     own = (lambda: logits * 1) if name == IN_PLACE else (lambda: logits)
-    passes = [measure.seconds(method, own(), index, upstream) for _ in range(point.calls)]
+    level = _ops.native.isa_active() if _ops.native else None
+    passes = []
+    for _ in range(point.calls):
+        source = own()
+        harness.wake_threads()
+        passes.append(measure.seconds(method, source, index, upstream))
     forward, backward = (sum(times) / point.calls for times in zip(*passes, strict=True))
     found = {"forward": forward, "backward": backward, "both": forward + backward}
     if point.scoring:
@@ -117,6 +121,8 @@ def sample(method: measure.Method, name: str, logits: Tensor, point: Point, inde
             for _ in range(point.calls):
                 method(logits, index, point.entropy)
             found["scoring"] = (time.perf_counter() - start) / point.calls
+    if _ops.native:
+        _ops.native.isa_select(level)  # a method of one level leaves that selected
     return found
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -156,11 +157,13 @@ def facts(method: Method, logits: Tensor, case: Case, upstream: list[Tensor], ex
 def in_turns(
     functions: Mapping[str, Callable[[], T]], repeats: int, after_turn: Callable[[], object] | None = None
 ) -> dict[str, list[T]]:
-    """What each function returned, one after the other in each turn: what is compared was measured together."""
+    """What each function returned, one after the other in each turn: what is compared was measured together. Each turn
+    has another order, the same in each process, so that none always finds what the one before it left."""
     results: dict[str, list[T]] = {name: [] for name in functions}
+    shuffled = random.Random(0)
     for _ in range(repeats):
-        for name, function in functions.items():
-            results[name].append(function())
+        for name in shuffled.sample(list(functions), len(functions)):
+            results[name].append(functions[name]())
         if after_turn is not None:
             after_turn()
     return results
