@@ -363,6 +363,23 @@ static void test_extreme_temperatures(const char *isa)
               (double)temperatures[i]); /* gradients have the scale of 1 / T */
         destroy(&q);
     }
+    /* 1 / T is infinite, also where it meets the distance 0 of equal maxima in two blocks and in two segments. */
+    static const double twice = 5e-324;
+    static const float once = 1e-45f;
+    for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
+        problem q;
+        make(&q, (memlean_dtype)dtype, FLAT, 70001, 1);
+        for (int64_t i = 0; i < rows * q.strides[0]; i += 30000)
+            put(q.params.dtype, q.logits, i, 50);
+        q.index[0] = 60000;
+        q.params.temperature = dtype == MEMLEAN_F64 ? (const void *)&twice : (const void *)&once;
+        run(&q, 0);
+        CHECK(fabs(get(real(&q), q.logp, 0) + log(3)) < 1e-6, "%s %s: %g", isa, dtype_names[dtype],
+              get(real(&q), q.logp, 0));
+        CHECK(fabs(get(real(&q), q.entropy, 0) - log(3)) < 1e-6, "%s %s: %g", isa, dtype_names[dtype],
+              get(real(&q), q.entropy, 0));
+        destroy(&q);
+    }
 }
 
 /* Skipped rows hold NaN and are not read; the others keep their bits. */
@@ -387,15 +404,16 @@ static void test_masks(const char *isa)
         CHECK(!memcmp(q.params.grad_logits, plain.params.grad_logits, 40000 * sizeof(float)), "%s: first row", isa);
         destroy(&q);
     }
-    /* One ignored candidate of row 0, both of row 1. */
+    /* One ignored candidate of row 0, both of row 1, the first of row 2. */
     make(&q, MEMLEAN_F32, FLAT, 40000, 1);
     q.params.has_ignore_index = 1;
     q.params.ignore_index = -100;
-    q.index[1] = q.index[2] = q.index[3] = -100;
+    q.index[1] = q.index[2] = q.index[3] = q.index[4] = -100;
     for (int64_t j = 0; j < 40000; j++)
         put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
     run(&q, 0);
-    CHECK(get(MEMLEAN_F32, q.logp, 0) == get(MEMLEAN_F32, plain.logp, 0), "%s: kept candidate", isa);
+    for (int64_t k = 0; k < 6; k += 5)
+        CHECK(get(MEMLEAN_F32, q.logp, k) == get(MEMLEAN_F32, plain.logp, k), "%s: kept candidate", isa);
     CHECK(get(MEMLEAN_F32, q.logp, 1) == 0 && get(MEMLEAN_F32, q.logp, 2) == 0, "%s: ignored candidates", isa);
     CHECK(get(MEMLEAN_F32, q.entropy, 0) == get(MEMLEAN_F32, plain.entropy, 0), "%s: entropy of a read row", isa);
     CHECK(get(MEMLEAN_F32, q.params.grad_logits, 40000 + 7) == 0, "%s: ignored row's gradient", isa);
@@ -498,6 +516,27 @@ static void test_shards(const char *isa)
         free(gradient);
     }
     destroy(&whole);
+}
+
+/* The same rows as the elements of two dimensions. */
+static void test_row_dimensions(const char *isa)
+{
+    problem q;
+    make(&q, MEMLEAN_F32, FLAT, 70, 1);
+    run(&q, 0);
+    for (int outer = 1; outer <= rows; outer += rows - 1) {
+        const int64_t row_sizes[2] = {outer, rows / outer};
+        const int64_t row_strides[2] = {outer == 1 ? 1000 : q.strides[0], outer == 1 ? q.strides[0] : 1000};
+        float logp[rows * candidates];
+        memlean_token_logprob_params p = q.params;
+        p.row_dims = 2;
+        p.row_sizes = row_sizes;
+        p.row_strides = row_strides;
+        p.logp = logp;
+        memlean_token_logprob_forward(&p, 0, rows);
+        CHECK(!memcmp(logp, q.logp, sizeof logp), "%s: %d rows of %d", isa, outer, rows / outer);
+    }
+    destroy(&q);
 }
 
 static void test_extras(const char *isa)
@@ -611,6 +650,34 @@ static void test_conversions(memlean_dtype dtype)
             const uint16_t got = bf16 ? ml_float_to_bf16(x) : ml_float_to_f16(x);
             CHECK(k < 2 ? got == (infinity | sign << 15) : isnan(get(dtype, &got, 0)), "%s: %g is %04x",
                   dtype_names[dtype], (double)x, got);
+        }
+    }
+}
+
+/* Lanes so far apart that each order of adding them up in double rounds otherwise: the partial results, which are not
+ * rounded to float, show the order. */
+static void test_order_of_lanes(memlean_dtype dtype)
+{
+    enum { vocab = 4096 };
+    memlean_row_state expected[rows], states[rows];
+    const char *isa;
+    for (int level = 0; (isa = memlean_isa_available(level)); level++) {
+        problem q;
+        memlean_isa_select(isa);
+        for (int scramble = 1; scramble < 32; scramble += 2) {
+            make(&q, dtype, FLAT, vocab, 1);
+            for (int64_t i = 0; i < rows * q.strides[0]; i++)
+                put(dtype, q.logits, i, -2.0 * (double)(i * scramble % 32) - uniform());
+            q.params.sum_p2 = q.sum_p2;
+            memlean_token_logprob_reduce(&q.params, 0, rows, states);
+            memlean_isa_select("generic");
+            memlean_token_logprob_reduce(&q.params, 0, rows, expected);
+            memlean_isa_select(isa);
+            for (int row = 0; row < rows; row++)
+                CHECK(states[row].sum == expected[row].sum && states[row].shifted == expected[row].shifted &&
+                          states[row].squares == expected[row].squares,
+                      "%s %s: times %d, row %d", isa, dtype_names[dtype], scramble, row);
+            destroy(&q);
         }
     }
 }
@@ -788,6 +855,7 @@ int main(int argc, char **argv)
     for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
         test_low_temperature((memlean_dtype)dtype);
         test_signed_zeros((memlean_dtype)dtype);
+        test_order_of_lanes((memlean_dtype)dtype);
     }
     const char *isa;
     for (int level = 0; (isa = memlean_isa_available(level)); level++) {
@@ -798,6 +866,7 @@ int main(int argc, char **argv)
         test_kept_set(isa);
         test_inplace(isa);
         test_shards(isa);
+        test_row_dimensions(isa);
         test_extras(isa);
         test_upstream_not_finite(isa);
         test_small_probabilities(isa);
