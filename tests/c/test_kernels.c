@@ -412,6 +412,12 @@ static void test_masks(const char *isa)
     for (int64_t j = 0; j < 40000; j++)
         put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
     run(&q, 0);
+    /* What comes from above for an ignored candidate goes nowhere. */
+    for (int64_t i = 1; i < 5; i++)
+        put(MEMLEAN_F32, plain.grad_logp, i, 0);
+    plain.params.index = q.index;
+    memlean_token_logprob_backward(&plain.params, 0, 2);
+    CHECK(!memcmp(q.params.grad_logits, plain.params.grad_logits, 40000 * sizeof(float)), "%s: ignored upstream", isa);
     for (int64_t k = 0; k < 6; k += 5)
         CHECK(get(MEMLEAN_F32, q.logp, k) == get(MEMLEAN_F32, plain.logp, k), "%s: kept candidate", isa);
     CHECK(get(MEMLEAN_F32, q.logp, 1) == 0 && get(MEMLEAN_F32, q.logp, 2) == 0, "%s: ignored candidates", isa);
@@ -421,32 +427,39 @@ static void test_masks(const char *isa)
     destroy(&plain);
 }
 
-/* A kept set, as a mask with strides or as lists, gives what -inf in all other columns gives. */
+/* A kept set, as a mask with strides or as lists, gives what -inf in all other columns gives; an ignored token, 7 in
+ * the first row, is not in it. */
 static void test_kept_set(const char *isa)
 {
-    enum { vocab = 40000, every = 701 };
+    enum { vocab = 40009, every = 701, ignored = 7 };
     static uint8_t mask[rows * vocab * 2];
     static int64_t ids[rows * vocab];
     const int64_t mask_strides[1] = {2 * vocab};
     for (int dtype = 0; dtype < MEMLEAN_DTYPE_COUNT; dtype++) {
         problem dropped, q;
         make(&dropped, (memlean_dtype)dtype, PEAKED, vocab, 1);
+        dropped.params.has_ignore_index = 1;
+        dropped.params.ignore_index = dropped.index[1] = ignored;
         int64_t offsets[rows + 1] = {0};
         for (int64_t row = 0; row < rows; row++) {
             offsets[row + 1] = offsets[row];
-            for (int64_t j = vocab - 1; j >= 0;
-                 j--) { /* the first half of row 1 alone; every column in a part of row 2 */
-                const int kept = row == 1 ? j < vocab / 2 : j % every == 5 || (row == 2 && j / 64 == 7);
-                mask[row * mask_strides[0] + 2 * j] = (uint8_t)(kept ? 1 + row : 0);
+            /* The first half of row 1 alone; every column in a part of row 2; one of the last, incomplete 64. */
+            for (int64_t j = vocab - 1; j >= 0; j--) {
+                const int kept =
+                    row == 1 ? j < vocab / 2 : j % every == 5 || j == vocab - 2 || (row == 2 && j / 64 == 7);
+                mask[row * mask_strides[0] + 2 * j] = (uint8_t)(kept ? 0x80 >> row : 0);
                 if (kept)
                     ids[offsets[row + 1]++] = j;
-                if (!kept && j != dropped.index[row * candidates] && j != dropped.index[row * candidates + 1])
+                const int64_t *chosen = dropped.index + row * candidates;
+                if (!kept && j != chosen[0] && (j != chosen[1] || chosen[1] == ignored))
                     put((memlean_dtype)dtype, dropped.logits, row * dropped.strides[0] + j, -INFINITY);
             }
         }
         run(&dropped, 0);
         for (int variant = 0; variant < 4; variant++) {
             make(&q, (memlean_dtype)dtype, PEAKED, vocab, 1 + variant % 2);
+            q.params.has_ignore_index = 1;
+            q.params.ignore_index = q.index[1] = ignored;
             if (variant < 2) {
                 q.params.kept_mask = mask;
                 q.params.kept_mask_row_strides = mask_strides;
@@ -516,6 +529,45 @@ static void test_shards(const char *isa)
         free(gradient);
     }
     destroy(&whole);
+}
+
+/* A chosen token with 1 - p = 8e-7, which is its gradient, to float's precision; and a row whose entropy alone has an
+ * upstream gradient. */
+static void test_certain(const char *isa)
+{
+    problem q;
+    make(&q, MEMLEAN_F32, FLAT, 2, 1);
+    for (int64_t row = 0; row < rows; row++) {
+        put(MEMLEAN_F32, q.logits, row * q.strides[0], row == 0 ? 14 : 1);
+        put(MEMLEAN_F32, q.logits, row * q.strides[0] + 1, 0);
+        q.index[row * candidates] = q.index[row * candidates + 1] = 0;
+        put(MEMLEAN_F32, q.grad_logp, row * candidates, row == 0);
+        put(MEMLEAN_F32, q.grad_logp, row * candidates + 1, 0);
+        put(MEMLEAN_F32, q.grad_entropy, row, row == 1);
+    }
+    run(&q, 0);
+    const double expected = 1 / (1 + exp(14)), got = get(MEMLEAN_F32, q.params.grad_logits, 0);
+    CHECK(fabs(got / expected - 1) < 1e-6, "%s: %g", isa, got);
+    const double p = 1 / (1 + exp(-1)), slope = -p * (1 - p); /* d entropy / d x_0 where x_0 - x_1 = 1 */
+    CHECK(fabs(get(MEMLEAN_F32, q.params.grad_logits, 2) / slope - 1) < 1e-6, "%s: %g", isa,
+          get(MEMLEAN_F32, q.params.grad_logits, 2));
+    destroy(&q);
+}
+
+/* Rows that are almost flat: rounding does not lift the entropy above log V. */
+static void test_entropy_limit(const char *isa)
+{
+    for (int64_t vocab = 2; vocab < 200; vocab++) {
+        problem q;
+        make(&q, MEMLEAN_F32, FLAT, vocab, 1);
+        for (int64_t i = 0; i < rows * q.strides[0]; i++)
+            put(MEMLEAN_F32, q.logits, i, 1e-5 * uniform());
+        run(&q, 0);
+        for (int64_t row = 0; row < rows; row++)
+            CHECK(get(MEMLEAN_F32, q.entropy, row) <= (double)(float)log((double)vocab), "%s: %d tokens", isa,
+                  (int)vocab);
+        destroy(&q);
+    }
 }
 
 /* The same rows as the elements of two dimensions. */
@@ -764,6 +816,9 @@ static void test_refusals(void)
     q.params.vocab = 0;
     CHECK(check(&q) == MEMLEAN_EARGUMENT, "empty vocabulary");
     q.params.vocab = 10;
+    q.sizes[0] = rows + 1;
+    CHECK(check(&q) == MEMLEAN_EARGUMENT, "other rows than the sizes have");
+    q.sizes[0] = rows;
     q.strides[0] = INT64_MAX / 4;
     CHECK(check(&q) == MEMLEAN_EARGUMENT, "rows * stride beyond 64 bits");
     q.strides[0] = 10;
@@ -867,6 +922,8 @@ int main(int argc, char **argv)
         test_inplace(isa);
         test_shards(isa);
         test_row_dimensions(isa);
+        test_certain(isa);
+        test_entropy_limit(isa);
         test_extras(isa);
         test_upstream_not_finite(isa);
         test_small_probabilities(isa);

@@ -1,8 +1,8 @@
 """Breaks one line at a time and shows that a test fails: python tests/mutation/mutants.py [--only TEXT] [--list].
 
-A mutant of the C room meets the C tests, the fuzzer's generator and the exp sweep first, and what survives them meets
-pytest on an extension built from it; a mutant of the Python room meets pytest alone. Everything happens in a copy of
-the tree. The exit status is 0 when each mutant is killed, or says in ``survives`` why none can be.
+A mutant of the C room meets the exp sweep, the fuzzer's generator, plain and sanitized, and the C tests first, and what
+survives them meets pytest on an extension built from it; a mutant of the Python room meets pytest alone. Everything
+happens in a copy of the tree. The exit status is 0 when each mutant is killed, or says in ``survives`` why none can be.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,7 +169,12 @@ MUTANTS = [
     # core: backward
     Mutant(CORE, "needed |= grad != 0;", ""),
     Mutant(CORE, "int needed = g->grad_entropy != 0;", "int needed = 0;"),
-    Mutant(CORE, "-ml_expm1(logp) * own", "(1 - probability) * own"),
+    Mutant(
+        CORE,
+        "-ml_expm1(logp) * own",
+        "(1 - probability) * own",
+        survives="S is a double near 1, so that 1 - p is known to 1e-16 either way",
+    ),
     Mutant(CORE, "const double t = lowest > distance ? lowest : distance;", "const double t = distance;"),
     Mutant(CORE, "(g->grad_logp - own) + g->grad_entropy", "g->grad_logp + g->grad_entropy"),
     Mutant(CORE, "g->grad_entropy * (t - g->mean_shift)", "g->grad_entropy * t"),
@@ -288,15 +294,25 @@ class Tree:
             shutil.copy2(ROOT / name, folder)
 
     PROGRAMS = (["exp_sweep", "9973"], ["fuzz_token_logprob", "4000"], ["test_kernels"])  # the quickest first
+    SANITIZED = ("fuzz_token_logprob", "4000")
+
+    def _build_c(self, folder: str, programs: Iterable[str], flags: str) -> bool:
+        targets = [f"{folder}/{program}" for program in programs]
+        return run(["make", "-C", "csrc", *targets, f"BUILD={folder}", f"CFLAGS=-O1 {flags} -Wno-error"], self.folder)
 
     def build_c(self) -> bool:
-        targets = [f"../build/c/{name}" for name, *_ in self.PROGRAMS]
-        return run(["make", "-C", "csrc", *targets, "BUILD=../build/c", "CFLAGS=-O1 -Wno-error"], self.folder)
+        return self._build_c("../build/c", (name for name, *_ in self.PROGRAMS), "")
 
     def killer_in_c(self) -> str:
         for program, *arguments in self.PROGRAMS:
             if not run([str(self.folder / "build/c" / program), *arguments], self.folder):
                 return program
+        flags = "-fno-inline -fsanitize=address,undefined -fno-sanitize-recover=all"
+        program, *arguments = self.SANITIZED
+        if not self._build_c("../build/sanitize", [program], flags):
+            raise DoesNotCompile
+        if not run([str(self.folder / "build/sanitize" / program), *arguments], self.folder):
+            return f"{program} under the address sanitizer"
         return ""
 
     def build_extension(self) -> bool:
