@@ -283,19 +283,18 @@ def _merge(
     nothing = excess == -1
     top = top.masked_fill(nothing, -torch.inf)
     mean_shift = mean_shift.masked_fill(nothing, 0.0)
-    highest, where_highest = top.max(0, keepdim=True)
+    highest = top.amax(0)
     # Finite, so that the difference to a shard without a maximum is -inf, not NaN; and with W it must not be -inf.
     shift = top - highest.clamp(min=torch.finfo(top.dtype).min)
     if temperature is not None:
         shift = shift / _per_row(temperature, top)
     weight = shift.exp()
     part = weight * (1 + excess)
-    # S - 1 from the S - 1 of the rank with the maximum: adding 1 and taking it away again would cost digits.
-    total = part.scatter(0, where_highest, excess.gather(0, where_highest)).sum(0)
+    total = part.sum(0) - 1  # S - 1, to the 1e-16 that each rank's S has
     total = total.masked_fill(total == -1, torch.nan)
     lowest = reference._lowest(torch.float64)
     mean = (part * (mean_shift + shift.clamp(min=lowest))).sum(0) / (1 + total)
-    return torch.stack((highest[0], total, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
+    return torch.stack((highest, total, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
 
 
 def _refuse(headers: Tensor, equal: list[bool]) -> None:

@@ -253,12 +253,7 @@ MUTANTS = [
     Mutant(FUNCTIONAL, "return None if temperature == 1 else", "return None if temperature >= 1 else"),
     # shards
     Mutant(DISTRIBUTED, "nothing = excess == -1", "nothing = excess == -2", tests="test_distributed"),
-    Mutant(
-        DISTRIBUTED,
-        "total = part.scatter(0, where_highest, excess.gather(0, where_highest)).sum(0)",
-        "total = part.sum(0) - 1",
-        tests="test_distributed",
-    ),
+    Mutant(DISTRIBUTED, "part = weight * (1 + excess)", "part = 1 + excess", tests="test_distributed"),
     Mutant(DISTRIBUTED, "part * (mean_shift + shift.clamp(min=lowest))", "part * mean_shift", tests="test_distributed"),
     Mutant(DISTRIBUTED, "begins[1:] == ends[:-1]", "begins[1:] >= ends[:-1]", tests="test_distributed"),
 ]
