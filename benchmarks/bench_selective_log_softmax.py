@@ -108,11 +108,7 @@ def sample(method: measure.Method, name: str, logits: Tensor, point: Point, inde
     """Seconds of each pass."""
     own = (lambda: logits * 1) if name == IN_PLACE else (lambda: logits)
     level = _ops.native.isa_active() if _ops.native else None
-    passes = []
-    for _ in range(point.calls):
-        source = own()
-        harness.wake_threads()
-        passes.append(measure.seconds(method, source, index, upstream))
+    passes = [measure.seconds(method, own(), index, upstream) for _ in range(point.calls)]
     forward, backward = (sum(times) / point.calls for times in zip(*passes, strict=True))
     found = {"forward": forward, "backward": backward, "both": forward + backward}
     if point.scoring:

@@ -133,21 +133,11 @@ class Probes:
         self.copy = self.bits.clone()
 
     def __call__(self) -> dict[str, float]:
-        wake_threads()
         return {
             "read probe": seconds(self.bits.sum),  # reads every byte once
             "copy probe": seconds(lambda: self.copy.copy_(self.bits)),  # reads and writes every byte once
             "in-place probe": seconds(lambda: self.copy.add_(1)),  # the same, to where it was read from
         }
-
-
-_AWAKE = torch.zeros(2**18)
-
-
-def wake_threads() -> None:
-    """As the product that makes the logits leaves torch's threads: soon after their last work they sleep, and waking
-    one on a virtual machine takes a good part of the fastest pass."""
-    _AWAKE.add_(1)
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -290,11 +290,11 @@ def _merge(
         shift = shift / _per_row(temperature, top)
     weight = shift.exp()
     part = weight * (1 + excess)
-    total = part.sum(0) - 1  # S - 1, to the 1e-16 that each rank's S has
-    total = total.masked_fill(total == -1, torch.nan)
+    total = part.sum(0)
+    total = total.masked_fill(total == 0, torch.nan)
     lowest = reference._lowest(torch.float64)
-    mean = (part * (mean_shift + shift.clamp(min=lowest))).sum(0) / (1 + total)
-    return torch.stack((highest, total, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
+    mean = (part * (mean_shift + shift.clamp(min=lowest))).sum(0) / total
+    return torch.stack((highest, total - 1, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
 
 
 def _refuse(headers: Tensor, equal: list[bool]) -> None:

@@ -157,12 +157,18 @@ def facts(method: Method, logits: Tensor, case: Case, upstream: list[Tensor], ex
 def in_turns(
     functions: Mapping[str, Callable[[], T]], repeats: int, after_turn: Callable[[], object] | None = None
 ) -> dict[str, list[T]]:
-    """What each function returned, one after the other in each turn: what is compared was measured together. Each turn
-    has another order, the same in each process, so that none always finds what the one before it left."""
+    """What each function returned, one after the other in each turn: what is compared was measured together.
+
+    Each turn has another order, the same in each process, so that none always finds what the one before it left. And
+    each finds torch's threads awake, as the product that makes the logits leaves them: soon after their last work they
+    sleep, and waking one on a virtual machine takes a good part of the fastest pass.
+    """
     results: dict[str, list[T]] = {name: [] for name in functions}
     shuffled = random.Random(0)
+    work = torch.zeros(2**18)
     for _ in range(repeats):
         for name in shuffled.sample(list(functions), len(functions)):
+            work.add_(1)
             results[name].append(functions[name]())
         if after_turn is not None:
             after_turn()

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -275,7 +274,7 @@ class DoesNotCompile(Exception):
 
 
 class Tree:
-    """A copy of the tree, with the C tests built from it, and its extension when it is first asked for."""
+    """A copy of the tree, in which the C tests and the extension are built."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -288,26 +287,25 @@ class Tree:
         for name in ("memlean_autoload.py", "memlean_autoload.pth"):
             shutil.copy2(ROOT / name, folder)
 
-    PROGRAMS = (["exp_sweep", "9973"], ["fuzz_token_logprob", "4000"], ["test_kernels"])  # the quickest first
-    SANITIZED = ("fuzz_token_logprob", "4000")
-
-    def _build_c(self, folder: str, programs: Iterable[str], flags: str) -> bool:
-        targets = [f"{folder}/{program}" for program in programs]
-        return run(["make", "-C", "csrc", *targets, f"BUILD={folder}", f"CFLAGS=-O1 {flags} -Wno-error"], self.folder)
-
-    def build_c(self) -> bool:
-        return self._build_c("../build/c", (name for name, *_ in self.PROGRAMS), "")
+    # (folder, flags, programs), the quickest first
+    C_TESTS = (
+        ("build/c", "", (("exp_sweep", "9973"), ("fuzz_token_logprob", "4000"), ("test_kernels",))),
+        (
+            "build/sanitize",
+            "-fno-inline -fsanitize=address,undefined -fno-sanitize-recover=all",
+            (("fuzz_token_logprob", "4000"),),
+        ),
+    )
 
     def killer_in_c(self) -> str:
-        for program, *arguments in self.PROGRAMS:
-            if not run([str(self.folder / "build/c" / program), *arguments], self.folder):
-                return program
-        flags = "-fno-inline -fsanitize=address,undefined -fno-sanitize-recover=all"
-        program, *arguments = self.SANITIZED
-        if not self._build_c("../build/sanitize", [program], flags):
-            raise DoesNotCompile
-        if not run([str(self.folder / "build/sanitize" / program), *arguments], self.folder):
-            return f"{program} under the address sanitizer"
+        for folder, flags, programs in self.C_TESTS:
+            targets = [f"../{folder}/{program}" for program, *_ in programs]
+            options = [f"BUILD=../{folder}", f"CFLAGS=-O1 {flags} -Wno-error"]
+            if not run(["make", "-C", "csrc", *targets, *options], self.folder):
+                raise DoesNotCompile
+            for program, *arguments in programs:
+                if not run([str(self.folder / folder / program), *arguments], self.folder):
+                    return f"{folder}/{program}"
         return ""
 
     def build_extension(self) -> bool:
@@ -329,8 +327,6 @@ class Tree:
         path.write_text(original.replace(mutant.old, mutant.new))
         try:
             if mutant.file.startswith("csrc") and mutant.file not in (BINDING, CHECKS):
-                if not self.build_c():
-                    raise DoesNotCompile
                 killer = self.killer_in_c()
                 if killer or c_tests_alone:
                     return killer
@@ -363,7 +359,7 @@ def main() -> int:
     alive = []
     with tempfile.TemporaryDirectory() as name:
         tree = Tree(Path(name))
-        assert tree.build_c() and not tree.killer_in_c(), "the C tests fail without a mutant"
+        assert not tree.killer_in_c(), "the C tests fail without a mutant"
         assert options.c_tests or tree.build_extension(), "the extension does not build without a mutant"
         for number, mutant in enumerate(chosen, 1):
             begin = time.monotonic()
