@@ -64,14 +64,14 @@ enum {
  */
 typedef struct memlean_row_state {
     double max;      /* max x */
-    double sum;      /* sum of exp(-u / T) */
+    double excess;   /* sum of exp(-u / T), less 1 for a column that holds max: near certainty, 1 would hide the rest */
     double shifted;  /* sum of -u exp(-u / T) */
     double squares;  /* sum of exp(-u / T)^2 */
     int64_t columns; /* number of columns */
     int64_t top;     /* a column at or before the first that holds max, at most 2048 before it */
 } memlean_row_state;
 
-/* The sums beside max and sum that a forward pass is to make. */
+/* The sums beside max and excess that a forward pass is to make. */
 enum { MEMLEAN_WANT_SHIFTED = 1, MEMLEAN_WANT_SQUARES = 2 };
 
 /*

@@ -290,11 +290,13 @@ def _merge(
         shift = shift / _per_row(temperature, top)
     weight = shift.exp()
     part = weight * (1 + excess)
-    total = part.sum(0)
-    total = total.masked_fill(total == 0, torch.nan)
+    # The maximum's own 1 stays out of the sum, where it would hide what the rest is near certainty.
+    where_top = top.argmax(0, keepdim=True)
+    merged = part.scatter(0, where_top, excess.gather(0, where_top)).sum(0)
+    merged = merged.masked_fill(merged == -1, torch.nan)
     lowest = reference._lowest(torch.float64)
-    mean = (part * (mean_shift + shift.clamp(min=lowest))).sum(0) / total
-    return torch.stack((highest, total - 1, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
+    mean = (part * (mean_shift + shift.clamp(min=lowest))).sum(0) / (1 + merged)
+    return torch.stack((highest, merged, mean), -1), chosen.sum(0), headers[:, 1].max(), agreed
 
 
 def _refuse(headers: Tensor, equal: list[bool]) -> None:

@@ -331,12 +331,13 @@ def _backward(
         # column write the same sum, so no accumulating scatter is needed; a token outside the shard, or ignored, writes
         # what its column gets without it.
         here = row.counted()
-        own = torch.zeros_like(t)
+        own, others = torch.zeros_like(t), torch.zeros_like(t)
         for k in range(row.index.shape[1]):
             same = (row.index == row.index[:, k : k + 1]) & here[:, k : k + 1]
             own += same * g[:, k : k + 1]
+            others += ~same * g[:, k : k + 1]  # total - own would keep the rounding of both sums
         logp = t - excess.log1p()
-        x.scatter_(-1, row.index, -logp.expm1() * own - logp.exp() * ((total - own) + h * (t - mean_shift)))
+        x.scatter_(-1, row.index, -logp.expm1() * own - logp.exp() * (others + h * (t - mean_shift)))
         if row.inverse_temperature is not None:
             x.mul_(row.inverse_temperature)
         (chunk if destination is None else destination[part]).copy_(x.masked_fill_(unused, 0.0))

@@ -57,8 +57,9 @@ def test_half_gradients_are_rounded_once(dtype):
     assert (got == exact.to(dtype))[normal].double().mean() >= 0.999
 
 
-def test_the_chosen_token_keeps_its_precision_near_certainty():
-    logits = torch.tensor([[14.0, 0.0, -1.0]])
+@pytest.mark.parametrize("gap", [14.0, 30.0, 80.0])
+def test_the_chosen_token_keeps_its_precision_near_certainty(gap):
+    logits = torch.tensor([[gap, 0.0, -1.0]])
     index = torch.tensor([0])
     got = gradient_of(logits, index, torch.ones(1), None)
     exact = oracle.gradient(logits, index, torch.ones(1), None)

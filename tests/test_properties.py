@@ -124,7 +124,7 @@ def calls(draw):
 
 
 def expected(logits, index, options, upstream):
-    """logps, entropy, gradient in float64, and the largest upstream gradient over the temperature."""
+    """logps, entropy, gradient in float64, and the largest upstream gradient of a row over the temperature."""
     temperature = torch.as_tensor(options.get("temperature", 1.0), dtype=real_dtype(logits.dtype)).double()
     divisor = temperature.expand(logits.shape[:-1]).unsqueeze(-1)
     exact = (logits.double() - logits.double().amax(-1, keepdim=True)) / divisor
@@ -139,7 +139,8 @@ def expected(logits, index, options, upstream):
     logps, entropy = oracle.logps_and_entropy(exact, tokens)
     gradient = oracle.gradient(exact, tokens, grad_logps, grad_entropy) / divisor
     unused = skipped | ((grad_logps == 0).all(-1) & (grad_entropy == 0))
-    scale = max(grad_logps.abs().max().item() if grad_logps.numel() else 0, grad_entropy.abs().max().item())
+    # Adding up a row's candidates rounds in units of the sum of their sizes.
+    scale = torch.maximum(grad_logps.abs().sum(-1), grad_entropy.abs()).max().item()
     return (
         logps.masked_fill(ignored | skipped.unsqueeze(-1), 0.0).view(index.shape),
         entropy.masked_fill(skipped, 0.0),

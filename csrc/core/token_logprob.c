@@ -332,7 +332,7 @@ int64_t memlean_token_logprob_segments(int64_t vocab)
 static memlean_row_state empty_state(memlean_dtype dtype)
 {
     /* The lowest finite number, not -inf, so that x - max is never -inf - -inf. */
-    return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX};
+    return (memlean_row_state){.max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX, .excess = -1};
 }
 
 static memlean_row_state reduce_segment(const params *p, int64_t row, const ml_row_scale *scale, int64_t segment)
@@ -364,7 +364,7 @@ static memlean_row_state merge(memlean_row_state a, memlean_row_state b, const m
     else
         ml_row_state_raise(&b, a.max, scale->inverse_temperature);
     return (memlean_row_state){.max = a.max,
-                               .sum = a.sum + b.sum,
+                               .excess = a.excess + b.excess,
                                .shifted = a.shifted + b.shifted,
                                .squares = a.squares + b.squares,
                                .columns = a.columns + b.columns,
@@ -381,9 +381,9 @@ static int64_t first_maximum(const params *p, int64_t offset, const memlean_row_
 
 static void finish_row(const params *p, int64_t row, int64_t offset, const ml_row_scale *scale, memlean_row_state state)
 {
-    const int valid = state.sum > 0; /* 0: nothing but -inf. NaN: a NaN or +inf. */
-    const double excess = state.sum - 1, log_sum = valid ? ml_log1p(excess) : NAN;
-    const double mean_shift = state.shifted / state.sum * scale->inverse_temperature;
+    const int valid = state.excess >= 0; /* -1: nothing but -inf. NaN: a NaN or +inf. */
+    const double sum = 1 + state.excess, log_sum = valid ? ml_log1p(state.excess) : NAN;
+    const double mean_shift = state.shifted / sum * scale->inverse_temperature;
     for (int64_t k = 0; k < p->candidates; k++) {
         const int64_t i = row * p->candidates + k, column = p->index[i] - p->first_token;
         if (ignored(p, p->index[i])) {
@@ -400,13 +400,13 @@ static void finish_row(const params *p, int64_t row, int64_t offset, const ml_ro
         store(real(p), p->entropy, row, entropy > highest ? highest : entropy);
     }
     if (p->sum_p2)
-        store(real(p), p->sum_p2, row, valid ? state.squares / (state.sum * state.sum) : NAN);
+        store(real(p), p->sum_p2, row, valid ? state.squares / (sum * sum) : NAN);
     if (p->argmax)
         p->argmax[row] = valid ? first_maximum(p, offset, &state) : -1;
     if (p->statistics) {
         /* + 0: which of 0 and -0 is the maximum depends on the width of a vector. */
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max + 0.0);
-        store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, excess);
+        store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, state.excess);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2, p->entropy ? mean_shift : 0);
     }
 }
@@ -509,14 +509,15 @@ static int prepare_row(const params *p, int64_t row, row_gradient *g)
 }
 
 /* The gradient at a chosen column that holds x, in double: near p = 1 the kernel's -p G + g would lose all digits where
- * -expm1(logp) g keeps them. `own` is the sum of the upstream gradients of all candidates there. */
-static double chosen_gradient(const params *p, const row_gradient *g, double x, double own)
+ * -expm1(logp) g keeps them. `own` is the sum of the upstream gradients of all candidates there, `others` that of the
+ * rest: G - own would keep the rounding of both sums. */
+static double chosen_gradient(const params *p, const row_gradient *g, double x, double own, double others)
 {
     const double lowest = p->dtype == MEMLEAN_F64 ? -ML_EXP_LIMIT : (double)-ML_EXPF_LIMIT;
     const double distance = (x - g->max) * g->scale.inverse_temperature;
     const double t = lowest > distance ? lowest : distance; /* as in the kernel: 0 * t stays 0 */
     const double logp = t - g->log_sum, probability = distance < lowest ? 0 : ml_exp(logp);
-    const double rest = (g->grad_logp - own) + g->grad_entropy * (t - g->mean_shift);
+    const double rest = others + g->grad_entropy * (t - g->mean_shift);
     return (-ml_expm1(logp) * own - probability * rest) * g->scale.inverse_temperature;
 }
 
@@ -575,11 +576,11 @@ static void backward_segment(const params *p, int64_t row, const row_gradient *g
         const int64_t column = index[k] - p->first_token;
         if (ignored(p, index[k]) || column < begin || column >= end)
             continue;
-        double own = 0;
+        double own = 0, others = 0;
         for (int64_t l = 0; l < p->candidates; l++)
-            own += index[l] == index[k] ? upstream(p, row * p->candidates + l) : 0;
+            *(index[l] == index[k] ? &own : &others) += upstream(p, row * p->candidates + l);
         const double x = in_place ? chosen[k] : load(p->dtype, p->logits, offset + column * p->vocab_stride);
-        store(p->dtype, gradient, column - begin, chosen_gradient(p, g, x, own));
+        store(p->dtype, gradient, column - begin, chosen_gradient(p, g, x, own, others));
     }
 }
 

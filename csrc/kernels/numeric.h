@@ -86,12 +86,12 @@ static inline double ml_exp(double t)
     return p * scale;
 }
 
-/* The same partial result relative to a higher maximum. */
+/* The same partial result beside a maximum that is higher, or as high, and in none of its columns. */
 static inline void ml_row_state_raise(memlean_row_state *state, double max, double inverse_temperature)
 {
-    const double step = state->max - max, factor = ml_exp(step * inverse_temperature);
-    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * state->sum);
-    state->sum *= factor;
+    const double step = state->max - max, factor = ml_exp(step * inverse_temperature), sum = 1 + state->excess;
+    state->shifted = factor == 0.0 ? 0.0 * state->shifted : factor * (state->shifted + step * sum);
+    state->excess = factor * sum;
     state->squares *= factor * factor;
     state->max = max;
 }

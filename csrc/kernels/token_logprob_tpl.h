@@ -97,7 +97,7 @@ ML_ALWAYS_INLINE int ML_NAME(fwd_chunk)(const ML_V(t) y[ML_VECTORS], const ML_NA
 
 ML_ALWAYS_INLINE void ML_NAME(flush)(const ML_NAME(lanes) * sums, const int wanted, memlean_row_state *state)
 {
-    state->sum += ML_V(sum)(sums->e);
+    state->excess += ML_V(sum)(sums->e);
     if (wanted & MEMLEAN_WANT_SHIFTED)
         state->shifted += ML_V(sum)(sums->ue);
     if (wanted & MEMLEAN_WANT_SQUARES)
@@ -140,7 +140,7 @@ static void ML_NAME(fwd_raise)(const ML_STORAGE *x, int64_t begin, int64_t n, co
         (void)ML_NAME(fwd_chunk)(y, &row, &sums, wanted, &equal); /* nothing is above the maximum now */
     }
     ML_NAME(flush)(&sums, wanted, state);
-    state->sum += (double)equal;
+    state->excess += (double)(equal - 1);
     state->squares += (double)equal;
 }
 

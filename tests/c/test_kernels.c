@@ -227,8 +227,8 @@ static void compare_with_oracle(const problem *q, const char *label)
             const long double x = get(p->dtype, q->logits, offset + p->index[i] * p->vocab_stride);
             const long double logp = (x - m) - log_sum;
             const double got = get(real(q), q->logp, i), ulp = is_double ? 0x1p-46 : 0x1p-21;
-            /* exp is good to 3e-7; S is a double near 1 for a peaked row, hence the absolute term. */
-            const long double bound = fmaxl(fabsl(logp), log_sum) * ulp + 0x1p-51L;
+            /* Near certainty log S is the exponential of the second column, as far below as -log of it. */
+            const long double bound = fabsl(logp) * ulp + log_sum * ulp * fmaxl(1, -logl(excess) / 4);
             CHECK(got == (double)logp || fabsl(got - logp) <= bound, "%s: logp %.9g, expected %.9Lg", label, got, logp);
             CHECK(got <= 0, "%s: logp %.9g", label, got);
             total += get(real(q), q->grad_logp, i);
@@ -531,27 +531,33 @@ static void test_shards(const char *isa)
     destroy(&whole);
 }
 
-/* A chosen token with 1 - p = 8e-7, which is its gradient, to float's precision; and a row whose entropy alone has an
- * upstream gradient. */
-static void test_certain(const char *isa)
+/* A chosen token with 1 - p = e^-gap, which is its gradient and, but for the sign, its logp: to the precision of float,
+ * also where 1 - p is less than what a double near 1 holds. And a row whose entropy alone has an upstream gradient. */
+static void test_certain(const char *isa, memlean_dtype dtype)
 {
-    problem q;
-    make(&q, MEMLEAN_F32, FLAT, 2, 1);
-    for (int64_t row = 0; row < rows; row++) {
-        put(MEMLEAN_F32, q.logits, row * q.strides[0], row == 0 ? 14 : 1);
-        put(MEMLEAN_F32, q.logits, row * q.strides[0] + 1, 0);
-        q.index[row * candidates] = q.index[row * candidates + 1] = 0;
-        put(MEMLEAN_F32, q.grad_logp, row * candidates, row == 0);
-        put(MEMLEAN_F32, q.grad_logp, row * candidates + 1, 0);
-        put(MEMLEAN_F32, q.grad_entropy, row, row == 1);
+    const int is_double = dtype == MEMLEAN_F64;
+    const double exact = is_double ? 1e-12 : 2e-6;
+    for (int gap = 14; gap < 80; gap += 5) {
+        problem q;
+        make(&q, dtype, FLAT, 2, 1);
+        for (int64_t row = 0; row < rows; row++) {
+            put(dtype, q.logits, row * q.strides[0], row == 0 ? gap : 1);
+            put(dtype, q.logits, row * q.strides[0] + 1, 0);
+            q.index[row * candidates] = q.index[row * candidates + 1] = 0;
+            put(real(&q), q.grad_logp, row * candidates, row == 0);
+            put(real(&q), q.grad_logp, row * candidates + 1, 0);
+            put(real(&q), q.grad_entropy, row, row == 1);
+        }
+        run(&q, 0);
+        const double logp = -log1p(exp(-gap)), rest = 1 / (1 + exp(gap));
+        CHECK(fabs(get(real(&q), q.logp, 0) / logp - 1) < exact, "%s: %g", isa, get(real(&q), q.logp, 0));
+        const double got = get(dtype, q.params.grad_logits, 0);
+        CHECK(fabs(got / rest - 1) < exact, "%s: %g, expected %g", isa, got, rest);
+        const double p = 1 / (1 + exp(-1)), slope = -p * (1 - p); /* d entropy / d x_0 where x_0 - x_1 = 1 */
+        const double got_slope = get(dtype, q.params.grad_logits, 2);
+        CHECK(fabs(got_slope / slope - 1) < exact, "%s: %g", isa, got_slope);
+        destroy(&q);
     }
-    run(&q, 0);
-    const double expected = 1 / (1 + exp(14)), got = get(MEMLEAN_F32, q.params.grad_logits, 0);
-    CHECK(fabs(got / expected - 1) < 1e-6, "%s: %g", isa, got);
-    const double p = 1 / (1 + exp(-1)), slope = -p * (1 - p); /* d entropy / d x_0 where x_0 - x_1 = 1 */
-    CHECK(fabs(get(MEMLEAN_F32, q.params.grad_logits, 2) / slope - 1) < 1e-6, "%s: %g", isa,
-          get(MEMLEAN_F32, q.params.grad_logits, 2));
-    destroy(&q);
 }
 
 /* Rows that are almost flat: rounding does not lift the entropy above log V. */
@@ -723,7 +729,7 @@ static void test_order_of_lanes(memlean_dtype dtype)
             memlean_isa_select(isa);
             memlean_token_logprob_reduce(&q.params, 0, rows, level == 0 ? expected : states);
             for (int row = 0; row < rows && level > 0; row++)
-                CHECK(states[row].sum == expected[row].sum && states[row].shifted == expected[row].shifted &&
+                CHECK(states[row].excess == expected[row].excess && states[row].shifted == expected[row].shifted &&
                           states[row].squares == expected[row].squares,
                       "%s %s: times %d, row %d", isa, dtype_names[dtype], scramble, row);
         }
@@ -919,7 +925,8 @@ int main(int argc, char **argv)
         test_inplace(isa);
         test_shards(isa);
         test_row_dimensions(isa);
-        test_certain(isa);
+        test_certain(isa, MEMLEAN_F32);
+        test_certain(isa, MEMLEAN_F64);
         test_entropy_limit(isa);
         test_extras(isa);
         test_upstream_not_finite(isa);

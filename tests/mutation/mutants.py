@@ -53,9 +53,9 @@ MUTANTS = [
     Mutant(NUMERIC, "if (d < 0.4) {", "if (d < 1e30) {"),
     Mutant(NUMERIC, "exponent--;", ""),
     # the row's state
-    Mutant(NUMERIC, "state->sum *= factor;", ""),
+    Mutant(NUMERIC, "state->excess = factor * sum;", "state->excess = sum;"),
     Mutant(NUMERIC, "state->squares *= factor * factor;", "state->squares *= factor;"),
-    Mutant(NUMERIC, "factor * (state->shifted + step * state->sum)", "factor * (state->shifted - step * state->sum)"),
+    Mutant(NUMERIC, "factor * (state->shifted + step * sum)", "factor * (state->shifted - step * sum)"),
     Mutant(NUMERIC, "factor == 0.0 ? 0.0 * state->shifted : ", ""),
     # conversions
     Mutant(NUMERIC, "bits + 0x7fff + ((bits >> 16) & 1)", "bits + 0x8000"),
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(TEMPLATE, "if (ML_V(any_negative)(u))\n            return 1;", ""),
     Mutant(TEMPLATE, "count ? ML_V(any_zero_or_outside)(u, row->limit) : ML_V", "0 ? 0 : ML_V"),
     Mutant(TEMPLATE, "if (count)\n                e = ML_V(drop_zero)(e, u[v], count);", ""),
-    Mutant(TEMPLATE, "state->sum += (double)equal;", ""),
+    Mutant(TEMPLATE, "state->excess += (double)(equal - 1);", ""),
     Mutant(TEMPLATE, "state->squares += (double)equal;", ""),
     Mutant(TEMPLATE, "state->shifted += ML_V(sum)(sums->ue);", ""),
     Mutant(TEMPLATE, "state->top = state->columns + begin;", "state->top = state->columns + begin + 32;"),
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(CORE, "rate < highest ? rate : highest,", "rate,"),
     Mutant(CORE, ".max = dtype == MEMLEAN_F64 ? -DBL_MAX : (double)-FLT_MAX}", ".max = -INFINITY}"),
     Mutant(CORE, "if (a.max < b.max)\n", "if (a.max > b.max)\n"),
-    Mutant(CORE, ".sum = a.sum + b.sum", ".sum = a.sum"),
+    Mutant(CORE, ".excess = a.excess + b.excess", ".excess = a.excess"),
     Mutant(CORE, ".shifted = a.shifted + b.shifted", ".shifted = a.shifted"),
     Mutant(CORE, ".squares = a.squares + b.squares", ".squares = a.squares"),
     Mutant(
@@ -153,9 +153,9 @@ MUTANTS = [
     ),
     Mutant(CORE, "b.max > a.max ? a.columns + b.top : a.top", "b.max >= a.max ? a.columns + b.top : a.top"),
     # core: results
-    Mutant(CORE, "const int valid = state.sum > 0;", "const int valid = state.sum >= 0;"),
+    Mutant(CORE, "const int valid = state.excess >= 0;", "const int valid = state.excess >= -1;"),
     Mutant(CORE, "(chosen - state.max) * scale->inverse_temperature - log_sum", "(chosen - state.max) - log_sum"),
-    Mutant(CORE, "state.shifted / state.sum * scale->inverse_temperature", "state.shifted / state.sum"),
+    Mutant(CORE, "state.shifted / sum * scale->inverse_temperature", "state.shifted / sum"),
     Mutant(CORE, "entropy > highest ? highest : entropy", "entropy"),
     Mutant(CORE, "state.max + 0.0", "state.max"),
     Mutant(
@@ -172,10 +172,9 @@ MUTANTS = [
         CORE,
         "-ml_expm1(logp) * own",
         "(1 - probability) * own",
-        survives="S is a double near 1, so that 1 - p is known to 1e-16 either way",
     ),
     Mutant(CORE, "const double t = lowest > distance ? lowest : distance;", "const double t = distance;"),
-    Mutant(CORE, "(g->grad_logp - own) + g->grad_entropy", "g->grad_logp + g->grad_entropy"),
+    Mutant(CORE, "= others + g->grad_entropy", "= others + own + g->grad_entropy"),
     Mutant(CORE, "g->grad_entropy * (t - g->mean_shift)", "g->grad_entropy * t"),
     Mutant(CORE, "return value > highest ? highest : value < -highest ? -highest : value;", "return value;"),
     Mutant(CORE, "if (!isfinite(factor) || !isfinite(slope)) {", "if (0) {"),
