@@ -28,7 +28,7 @@ static size_t element_size(memlean_dtype dtype)
 
 /* ---- Numbers in memory ---------------------------------------------------------------------------------------- */
 
-static double load(memlean_dtype dtype, const void *data, int64_t i)
+ML_ALWAYS_INLINE double load(const memlean_dtype dtype, const void *data, int64_t i)
 {
     switch (dtype) {
     case MEMLEAN_F64:
@@ -371,12 +371,28 @@ static memlean_row_state merge(memlean_row_state a, memlean_row_state b, const m
                                .top = top};
 }
 
-static int64_t first_maximum(const params *p, int64_t offset, const memlean_row_state *state)
+/* `dtype` is a constant at each call: up to 2,048 columns are compared, which is no place for a switch in the loop. */
+ML_ALWAYS_INLINE int64_t find_maximum(const params *p, int64_t offset, const memlean_row_state *state,
+                                      const memlean_dtype dtype)
 {
     for (int64_t j = state->top; j < p->vocab; j++)
-        if (load(p->dtype, p->logits, offset + j * p->vocab_stride) == state->max)
+        if (load(dtype, p->logits, offset + j * p->vocab_stride) == state->max)
             return j;
     return -1;
+}
+
+static int64_t first_maximum(const params *p, int64_t offset, const memlean_row_state *state)
+{
+    switch (p->dtype) {
+    case MEMLEAN_F64:
+        return find_maximum(p, offset, state, MEMLEAN_F64);
+    case MEMLEAN_F32:
+        return find_maximum(p, offset, state, MEMLEAN_F32);
+    case MEMLEAN_BF16:
+        return find_maximum(p, offset, state, MEMLEAN_BF16);
+    default:
+        return find_maximum(p, offset, state, MEMLEAN_F16);
+    }
 }
 
 static void finish_row(const params *p, int64_t row, int64_t offset, const ml_row_scale *scale, memlean_row_state state)

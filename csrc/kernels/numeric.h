@@ -24,8 +24,10 @@
 
 #if defined(__GNUC__)
 #define ML_UNLIKELY(condition) __builtin_expect(condition, 0)
+#define ML_PREFETCH(address) __builtin_prefetch((const void *)(address))
 #else
 #define ML_UNLIKELY(condition) (condition)
+#define ML_PREFETCH(address) (void)(address)
 #endif
 
 /* ---- exp(-u) in float: constants of exp_tpl.h -------------------------------------------------------------------- */

@@ -19,6 +19,14 @@
 /* Columns between two flushes of the lanes (sums in ML_REAL) into the row's sums in double. */
 #define ML_BLOCK 2048
 
+/* Asks for what comes a page after the chunk at x, even where no row is any more: prefetchers of processors stop at the
+ * end of a page of 4 KiB. */
+ML_ALWAYS_INLINE void ML_NAME(prefetch)(const ML_STORAGE *x)
+{
+    for (size_t line = 0; line < 32 * sizeof *x; line += 64)
+        ML_PREFETCH((uintptr_t)x + 4096 + line);
+}
+
 /* The chunk at x + j of n columns; columns past the end read as -inf, which adds exactly 0 to every sum. */
 static inline void ML_NAME(load)(const ML_STORAGE *x, int64_t j, int64_t n, ML_V(t) y[ML_VECTORS])
 {
@@ -156,6 +164,7 @@ ML_ALWAYS_INLINE void ML_NAME(fwd_body)(const ML_STORAGE *x, int64_t n, const ml
         int raise = 0;
         int64_t j = block;
         for (; j < whole; j += 32) {
+            ML_NAME(prefetch)(x + j);
             ML_LOAD(x + j, y);
             raise = ML_NAME(fwd_chunk)(y, &row, &sums, wanted, NULL);
             if (ML_UNLIKELY(raise))
@@ -208,6 +217,7 @@ ML_ALWAYS_INLINE void ML_NAME(bwd_body)(const ML_STORAGE *x, int64_t n, const ml
     ML_V(t) y[ML_VECTORS];
     const ML_NAME(row) row = ML_NAME(row_of)(scale, gradient->max);
     for (int64_t j = 0; j < whole; j += 32) {
+        ML_NAME(prefetch)(x + j);
         ML_LOAD(x + j, y);
         ML_NAME(bwd_chunk)(y, &row, factor, slope, entropy);
         ML_STORE(dx + j, y);
