@@ -119,6 +119,8 @@ typedef struct memlean_token_logprob_params {
     void *logp;       /* real [rows, candidates]; NaN for a token outside the shard */
     void *statistics; /* real [rows, MEMLEAN_STATISTICS], or NULL: m, S - 1, W / S; S - 1 is -1 for nothing but -inf */
     void *entropy;    /* real [rows], or NULL */
+    void *logsumexp;  /* real [rows], or NULL: m / T + log S; -inf for nothing but -inf */
+    void *max;        /* real [rows], or NULL: m; -inf for nothing but -inf */
     void *sum_p2;     /* real [rows], or NULL: sum of squared probabilities */
     int64_t *argmax;  /* [rows], or NULL: first column that holds m; -1 where there is none; not with a kept set */
 

@@ -3,10 +3,11 @@
 ``memlean::token_logprob_forward(logits, index, ...) -> (logp, entropy, statistics)``
 ``memlean::token_logprob_backward(logits, index, statistics, grad_logp, grad_entropy, ...) -> grad_logits``
 ``memlean::token_logprob_backward_``: the same, written over the logits
-``memlean::token_stats_forward(logits, index, ...) -> (logp, entropy, statistics, sum_p2, argmax)``
+``memlean::token_stats_forward(logits, index, ...) -> (logp, entropy, statistics, logsumexp, max, sum_p2, argmax)``
 
 ``index`` is contiguous int64. ``statistics`` is ``[..., 3]``: row maximum m, S - 1 and W / S, with S the sum of
-exp((x - m) / T) and W the sum of (x - m) / T exp((x - m) / T). ``entropy`` has no elements unless asked for.
+exp((x - m) / T) and W the sum of (x - m) / T exp((x - m) / T). ``entropy`` has no elements unless asked for, nor
+have ``sum_p2`` and ``argmax`` (together ``extras``).
 ``temperature`` has one element or one a row, of the results' dtype; ``row_mask`` is bool, one a row. ``first_token``
 and ``index_limit`` place a shard of the vocabulary in the whole (0 and 0: it is the whole). ``keep`` is a bool mask of
 logits' shape, or, with ``keep_offsets`` (``[rows + 1]``), the kept columns of all rows one after the other, both int64.
@@ -50,14 +51,14 @@ _define(
     reference.token_logprob_backward_,
 )
 _define(
-    f"token_stats_forward(Tensor logits, Tensor index, {_OPTIONS}, int chunk_bytes=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"token_stats_forward(Tensor logits, Tensor index, bool return_entropy, bool extras, {_OPTIONS},"
+    " int chunk_bytes=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference.token_stats_forward,
 )
 
 
 @torch.library.register_fake("memlean::token_logprob_forward", lib=_library)
-def _(logits: Tensor, index: Tensor, return_entropy: bool, *options: Any, **more: Any) -> tuple[Tensor, ...]:
+def _forward_fake(logits: Tensor, index: Tensor, return_entropy: bool, *_: Any, **options: Any) -> tuple[Tensor, ...]:
     real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
     return (
         logits.new_empty(index.shape, dtype=real),
@@ -77,14 +78,14 @@ def _(logits: Tensor, *others: Any, **more: Any) -> None:
 
 
 @torch.library.register_fake("memlean::token_stats_forward", lib=_library)
-def _(logits: Tensor, index: Tensor, *options: Any, **more: Any) -> tuple[Tensor, ...]:
+def _(logits: Tensor, index: Tensor, return_entropy: bool, extras: bool, *_: Any, **options: Any) -> tuple[Tensor, ...]:
     real, rows = reference.real_dtype(logits.dtype), logits.shape[:-1]
     return (
-        logits.new_empty(index.shape, dtype=real),
+        *_forward_fake(logits, index, return_entropy),
         logits.new_empty(rows, dtype=real),
-        logits.new_empty((*rows, reference.STATISTICS), dtype=real),
         logits.new_empty(rows, dtype=real),
-        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty(rows if extras else (0,), dtype=real),
+        logits.new_empty(rows if extras else (0,), dtype=torch.int64),
     )
 
 

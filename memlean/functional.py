@@ -226,7 +226,6 @@ def token_stats(
         logits,
         index,
         "entropy" in want,
-        "logsumexp" in want,
         "argmax" in want or "sum_p2" in want,
         None if temperature is None else _temperature_per_row(temperature, logits, index),
         None if row_mask is None else _row_mask(row_mask, logits),
@@ -531,52 +530,37 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         index: Tensor,
-        entropy_wanted: bool,
-        logsumexp_wanted: bool,
+        return_entropy: bool,
         extras: bool,
         temperature: Tensor | None,
         row_mask: Tensor | None,
         ignore_index: int | None,
         chunk_bytes: int,
     ) -> tuple[Tensor, ...]:
-        tokens = _as_int64(index)
-        options = (temperature, row_mask, ignore_index)
-        if extras:
-            logp, entropy, statistics, sum_p2, argmax = _ops.token_stats_forward(
-                logits, tokens, *options, chunk_bytes=chunk_bytes
-            )
-        else:
-            logp, entropy, statistics = _ops.token_logprob_forward(
-                logits, tokens, entropy_wanted, *options, chunk_bytes=chunk_bytes
-            )
-            sum_p2, argmax = logp.new_empty(0), tokens.new_empty(0)
-        if not entropy_wanted:
-            entropy = entropy.new_empty(0)
-        top, excess, _ = statistics.unbind(-1)
-        nothing = excess == -1  # nothing but -inf
-        highest = top.masked_fill(nothing, -torch.inf).masked_fill(excess.isnan(), torch.nan)
-        logsumexp = logp.new_empty(0)
-        if logsumexp_wanted:
-            scaled = highest.double() if temperature is None else highest.double() / temperature.expand(top.shape)
-            logsumexp = (scaled + excess.double().log1p()).to(top.dtype)
-        ctx.wanted = (entropy_wanted, logsumexp_wanted)
-        ctx.ignore_index, ctx.chunk_bytes = ignore_index, chunk_bytes
+        logp, entropy, statistics, logsumexp, highest, sum_p2, argmax = _ops.token_stats_forward(
+            logits,
+            _as_int64(index),
+            return_entropy,
+            extras,
+            temperature,
+            row_mask,
+            ignore_index,
+            chunk_bytes=chunk_bytes,
+        )
+        ctx.return_entropy, ctx.ignore_index, ctx.chunk_bytes = return_entropy, ignore_index, chunk_bytes
         ctx.set_materialize_grads(False)
-        outputs = (logp, entropy, logsumexp, argmax, highest, sum_p2, statistics)
-        differentiable = (True, entropy_wanted, logsumexp_wanted, False, False, False, False)
-        ctx.mark_non_differentiable(*(x for x, yes in zip(outputs, differentiable, strict=True) if not yes))
+        without_gradient = (argmax, highest, sum_p2, statistics)
+        ctx.mark_non_differentiable(*without_gradient, *(() if return_entropy else (entropy,)))
         ctx.save_for_backward(logits, *_saveable(index, statistics, temperature, row_mask))
-        return outputs
+        return logp, entropy, logsumexp, argmax, highest, sum_p2, statistics
 
     @staticmethod
     def backward(
         ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, grad_logsumexp: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        rest = (None,) * 8
-        # Compiled code passes an empty tensor for an output without elements.
-        grad_entropy, grad_logsumexp = (
-            grad if wanted else None for grad, wanted in zip((grad_entropy, grad_logsumexp), ctx.wanted, strict=True)
-        )
+        rest = (None,) * 7
+        if not ctx.return_entropy:  # compiled code passes an empty tensor for an output without elements
+            grad_entropy = None
         if grad_logp is None and grad_entropy is None and grad_logsumexp is None:
             return None, *rest
         logits, index, statistics, temperature, row_mask = ctx.saved_tensors

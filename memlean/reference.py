@@ -275,12 +275,19 @@ def token_logprob_forward(
 def token_stats_forward(
     logits: Tensor,
     index: Tensor,
+    return_entropy: bool,
+    extras: bool,
     temperature: Tensor | None = None,
     row_mask: Tensor | None = None,
     ignore_index: int | None = None,
     chunk_bytes: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _forward(logits, index, True, True, (temperature, row_mask, ignore_index, 0, 0, None, None), chunk_bytes)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = (temperature, row_mask, ignore_index, 0, 0, None, None)
+    logp, entropy, statistics, sum_p2, argmax = _forward(logits, index, return_entropy, extras, options, chunk_bytes)
+    top, excess, _ = statistics.unbind(-1)
+    highest = torch.where(excess.isnan(), torch.nan, top)
+    scaled = highest if temperature is None else highest / temperature.expand(top.shape)
+    return logp, entropy, statistics, scaled + excess.log1p(), highest, sum_p2, argmax
 
 
 def _backward(

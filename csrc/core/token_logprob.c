@@ -415,12 +415,17 @@ static void finish_row(const params *p, int64_t row, int64_t offset, const ml_ro
         const double highest = ml_log1p((double)(p->vocab - 1)), entropy = log_sum - mean_shift;
         store(real(p), p->entropy, row, entropy > highest ? highest : entropy);
     }
+    const double none = state.excess == -1 ? -INFINITY : NAN;
+    /* + 0: which of 0 and -0 is the maximum depends on the width of a vector. */
+    if (p->max)
+        store(real(p), p->max, row, valid ? state.max + 0.0 : none);
+    if (p->logsumexp)
+        store(real(p), p->logsumexp, row, valid ? state.max * scale->inverse_temperature + log_sum : none);
     if (p->sum_p2)
         store(real(p), p->sum_p2, row, valid ? state.squares / (sum * sum) : NAN);
     if (p->argmax)
         p->argmax[row] = valid ? first_maximum(p, offset, &state) : -1;
     if (p->statistics) {
-        /* + 0: which of 0 and -0 is the maximum depends on the width of a vector. */
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS, state.max + 0.0);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 1, state.excess);
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + 2, p->entropy ? mean_shift : 0);
@@ -433,10 +438,10 @@ static void skip_row(const params *p, int64_t row)
         store(real(p), p->logp, row * p->candidates + k, 0);
     for (int64_t i = 0; p->statistics && i < MEMLEAN_STATISTICS; i++)
         store(real(p), p->statistics, row * MEMLEAN_STATISTICS + i, 0);
-    if (p->entropy)
-        store(real(p), p->entropy, row, 0);
-    if (p->sum_p2)
-        store(real(p), p->sum_p2, row, 0);
+    void *const of_rows[] = {p->entropy, p->logsumexp, p->max, p->sum_p2};
+    for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
+        if (of_rows[i])
+            store(real(p), of_rows[i], row, 0);
     if (p->argmax)
         p->argmax[row] = -1;
 }

@@ -60,28 +60,18 @@ void run_forward(const memlean_token_logprob_params &params)
     }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor &logits, const Tensor &index,
-                                                           bool return_entropy, bool extras, const Options &options)
+std::tuple<Tensor, Tensor, Tensor> prepare_forward(memlean_token_logprob_params &params, const Tensor &logits,
+                                                   const Tensor &index, bool return_entropy)
 {
-    memlean_token_logprob_params params = memlean::describe(logits, index, options);
-    memlean::check(params, index, options);
     const ScalarType real = memlean::real_of(logits);
     std::vector<int64_t> rows(params.row_sizes, params.row_sizes + params.row_dims), none{0}, kept = rows;
     kept.push_back(MEMLEAN_STATISTICS);
-    Tensor logp = new_empty(logits, index.sizes(), real), statistics = new_empty(logits, kept, real);
-    Tensor entropy = new_empty(logits, return_entropy ? rows : none, real);
+    const Tensor logp = new_empty(logits, index.sizes(), real), statistics = new_empty(logits, kept, real);
+    const Tensor entropy = new_empty(logits, return_entropy ? rows : none, real);
     params.logp = logp.data_ptr();
     params.statistics = statistics.data_ptr();
     params.entropy = return_entropy ? entropy.data_ptr() : nullptr;
-    Tensor sum_p2 = statistics, argmax = index;
-    if (extras) {
-        sum_p2 = new_empty(logits, rows, real);
-        argmax = new_empty(logits, rows, ScalarType::Long);
-        params.sum_p2 = sum_p2.data_ptr();
-        params.argmax = static_cast<int64_t *>(argmax.data_ptr());
-    }
-    run_forward(params);
-    return {logp, entropy, statistics, sum_p2, argmax};
+    return {logp, entropy, statistics};
 }
 
 std::tuple<Tensor, Tensor, Tensor>
@@ -89,18 +79,35 @@ token_logprob_forward(Tensor logits, Tensor index, bool return_entropy, std::opt
                       std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t first_token,
                       int64_t index_limit, std::optional<Tensor> keep, std::optional<Tensor> keep_offsets, int64_t)
 {
-    const auto [logp, entropy, statistics, sum_p2, argmax] =
-        forward(logits, index, return_entropy, false,
-                {temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets});
-    return {logp, entropy, statistics};
+    const Options options{temperature, row_mask, ignore_index, first_token, index_limit, keep, keep_offsets};
+    memlean_token_logprob_params params = memlean::describe(logits, index, options);
+    memlean::check(params, index, options);
+    const auto results = prepare_forward(params, logits, index, return_entropy);
+    run_forward(params);
+    return results;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_stats_forward(Tensor logits, Tensor index,
-                                                                       std::optional<Tensor> temperature,
-                                                                       std::optional<Tensor> row_mask,
-                                                                       std::optional<int64_t> ignore_index, int64_t)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+token_stats_forward(Tensor logits, Tensor index, bool return_entropy, bool extras, std::optional<Tensor> temperature,
+                    std::optional<Tensor> row_mask, std::optional<int64_t> ignore_index, int64_t)
 {
-    return forward(logits, index, true, true, {temperature, row_mask, ignore_index, 0, 0, {}, {}});
+    const Options options{temperature, row_mask, ignore_index, 0, 0, {}, {}};
+    memlean_token_logprob_params params = memlean::describe(logits, index, options);
+    memlean::check(params, index, options);
+    const auto [logp, entropy, statistics] = prepare_forward(params, logits, index, return_entropy);
+    const ScalarType real = memlean::real_of(logits);
+    const std::vector<int64_t> rows(params.row_sizes, params.row_sizes + params.row_dims), none{0};
+    const Tensor logsumexp = new_empty(logits, rows, real), max = new_empty(logits, rows, real);
+    const Tensor sum_p2 = new_empty(logits, extras ? rows : none, real);
+    const Tensor argmax = new_empty(logits, extras ? rows : none, ScalarType::Long);
+    params.logsumexp = logsumexp.data_ptr();
+    params.max = max.data_ptr();
+    if (extras) {
+        params.sum_p2 = sum_p2.data_ptr();
+        params.argmax = static_cast<int64_t *>(argmax.data_ptr());
+    }
+    run_forward(params);
+    return {logp, entropy, statistics, logsumexp, max, sum_p2, argmax};
 }
 
 void backward(const Tensor &logits, const Tensor &index, const Tensor &statistics,

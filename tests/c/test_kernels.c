@@ -102,7 +102,7 @@ typedef struct {
     int64_t sizes[1], strides[1], index[rows * candidates];
     void *logits;
     double logp[rows * candidates], entropy[rows], statistics[rows * MEMLEAN_STATISTICS];
-    double sum_p2[rows], grad_logp[rows * candidates], grad_entropy[rows];
+    double logsumexp[rows], max[rows], sum_p2[rows], grad_logp[rows * candidates], grad_entropy[rows];
     int64_t argmax[rows];
 } problem;
 
@@ -161,6 +161,14 @@ static void destroy(problem *q)
 {
     free(q->logits);
     free(q->params.grad_logits);
+}
+
+static void want_all(problem *q)
+{
+    q->params.logsumexp = q->logsumexp;
+    q->params.max = q->max;
+    q->params.sum_p2 = q->sum_p2;
+    q->params.argmax = q->argmax;
 }
 
 static void run(problem *q, int split)
@@ -274,6 +282,8 @@ static void run_with_one_nan(problem *q, int split)
     one_nan(real(q), q->logp, rows * candidates);
     one_nan(real(q), q->entropy, rows);
     one_nan(real(q), q->statistics, rows * MEMLEAN_STATISTICS);
+    one_nan(real(q), q->logsumexp, rows);
+    one_nan(real(q), q->max, rows);
     one_nan(real(q), q->sum_p2, rows);
     one_nan(q->params.dtype, q->params.grad_logits, rows * q->params.vocab);
 }
@@ -394,11 +404,11 @@ static void test_masks(const char *isa)
         for (int64_t j = 0; j < 40000; j++)
             put(MEMLEAN_F32, q.logits, q.strides[0] + j, NAN);
         q.params.row_mask = mask;
-        q.params.argmax = q.argmax;
-        q.params.sum_p2 = q.sum_p2;
+        want_all(&q);
         run(&q, split);
         CHECK(get(MEMLEAN_F32, q.logp, 2) == 0 && get(MEMLEAN_F32, q.entropy, 1) == 0, "%s: masked row", isa);
         CHECK(get(MEMLEAN_F32, q.sum_p2, 1) == 0 && q.argmax[1] == -1, "%s: masked row", isa);
+        CHECK(get(MEMLEAN_F32, q.max, 1) == 0 && get(MEMLEAN_F32, q.logsumexp, 1) == 0, "%s: masked row", isa);
         CHECK(get(MEMLEAN_F32, q.params.grad_logits, 40000 + 7) == 0, "%s: masked gradient", isa);
         CHECK(!memcmp(q.logp, plain.logp, 2 * sizeof(float)), "%s: first row", isa);
         CHECK(!memcmp(q.params.grad_logits, plain.params.grad_logits, 40000 * sizeof(float)), "%s: first row", isa);
@@ -599,13 +609,14 @@ static void test_row_dimensions(const char *isa)
 
 static void test_extras(const char *isa)
 {
+    const double temperature = 0.75;
     problem q;
     for (int split = 0; split < 2; split++) {
         make(&q, MEMLEAN_F64, FLAT, 70001, 1);
         put(MEMLEAN_F64, q.logits, 30000, 5); /* the first row's maximum, in two segments */
         put(MEMLEAN_F64, q.logits, 69000, 5);
-        q.params.argmax = q.argmax;
-        q.params.sum_p2 = q.sum_p2;
+        want_all(&q);
+        q.params.temperature = &temperature;
         run(&q, split);
         for (int64_t row = 0; row < rows; row++) {
             const double *x = (const double *)q.logits + row * q.strides[0];
@@ -614,15 +625,33 @@ static void test_extras(const char *isa)
             for (int64_t j = 1; j < 70001; j++)
                 first = x[j] > x[first] ? j : first;
             for (int64_t j = 0; j < 70001; j++) {
-                const long double e = expl((long double)x[j] - x[first]);
+                const long double e = expl(((long double)x[j] - x[first]) / 0.75L);
                 sum += e;
                 squares += e * e;
             }
             CHECK(q.argmax[row] == first, "%s: arg-max %d, expected %d", isa, (int)q.argmax[row], (int)first);
+            CHECK(q.max[row] == x[first], "%s: maximum %g, expected %g", isa, q.max[row], x[first]);
+            const long double logsumexp = x[first] / 0.75L + logl(sum);
+            CHECK(fabsl(q.logsumexp[row] - logsumexp) < 1e-14L, "%s: logsumexp %.17g", isa, q.logsumexp[row]);
             CHECK(fabsl(q.sum_p2[row] - squares / (sum * sum)) < 1e-15L, "%s: sum of squares %g", isa, q.sum_p2[row]);
         }
         destroy(&q);
     }
+    /* Rows of nothing but -inf, with a NaN, and of nothing but -0, one of two zeros. */
+    make(&q, MEMLEAN_F32, FLAT, 70001, 1);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t j = 0; j < 70001; j++)
+            put(MEMLEAN_F32, q.logits, row * q.strides[0] + j,
+                row == 1 && j == 50000 ? NAN
+                : row == 2             ? -0.0
+                                       : -INFINITY);
+    want_all(&q);
+    run(&q, 0);
+    const double none = get(MEMLEAN_F32, q.max, 0), log_sum = get(MEMLEAN_F32, q.logsumexp, 0);
+    CHECK(none == -INFINITY && log_sum == -INFINITY, "%s: %g %g without a maximum", isa, none, log_sum);
+    CHECK(isnan(get(MEMLEAN_F32, q.max, 1)) && isnan(get(MEMLEAN_F32, q.logsumexp, 1)), "%s: NaN", isa);
+    CHECK(!signbit(get(MEMLEAN_F32, q.max, 2)), "%s: the maximum is -0", isa);
+    destroy(&q);
 }
 
 static void test_upstream_not_finite(const char *isa)
@@ -865,13 +894,14 @@ static void fingerprint_problem(memlean_dtype dtype, family kind, int64_t vocab,
         q.params.entropy = NULL;
         q.params.grad_entropy = NULL;
     } else if (wanted == ALL) {
-        q.params.sum_p2 = q.sum_p2;
-        q.params.argmax = q.argmax;
+        want_all(&q);
     }
     run_with_one_nan(&q, 0);
     hash(forward, q.logp, sizeof q.logp);
     hash(forward, q.entropy, sizeof q.entropy);
     hash(forward, q.statistics, sizeof q.statistics);
+    hash(forward, q.logsumexp, sizeof q.logsumexp);
+    hash(forward, q.max, sizeof q.max);
     hash(forward, q.sum_p2, sizeof q.sum_p2);
     hash(forward, q.argmax, sizeof q.argmax);
     hash(backward, q.params.grad_logits, (size_t)(rows * vocab) * sizes[dtype]);

@@ -264,7 +264,7 @@ static void destroy(call *c)
  */
 
 typedef struct {
-    void *logp, *statistics, *entropy, *sum_p2, *gradient;
+    void *logp, *statistics, *entropy, *logsumexp, *max, *sum_p2, *gradient;
     int64_t *argmax;
 } results;
 
@@ -274,6 +274,8 @@ static results allocate_results(const memlean_token_logprob_params *p)
     return (results){.logp = allocate(rows * (size_t)p->candidates * real),
                      .statistics = allocate(rows * MEMLEAN_STATISTICS * real),
                      .entropy = allocate(rows * real),
+                     .logsumexp = allocate(rows * real),
+                     .max = allocate(rows * real),
                      .sum_p2 = allocate(rows * real),
                      .gradient = allocate(rows * (size_t)p->vocab * element_sizes[p->dtype]),
                      .argmax = allocate(rows * sizeof(int64_t))};
@@ -284,6 +286,8 @@ static void free_results(results *x)
     free(x->logp);
     free(x->statistics);
     free(x->entropy);
+    free(x->logsumexp);
+    free(x->max);
     free(x->sum_p2);
     free(x->gradient);
     free(x->argmax);
@@ -296,6 +300,8 @@ static void run(memlean_token_logprob_params p, results *x, const void *grad_log
     p.logp = x->logp;
     p.statistics = x->statistics;
     p.entropy = x->entropy;
+    p.logsumexp = extras ? x->logsumexp : NULL;
+    p.max = extras ? x->max : NULL;
     p.sum_p2 = extras ? x->sum_p2 : NULL;
     p.argmax = extras && !p.kept_mask && !p.kept_offsets ? x->argmax : NULL;
     if (split) {
@@ -360,6 +366,8 @@ static void compute(const call *c, const void *grad_logp, const void *grad_entro
             require_same_reals(p, first.logp, x->logp, p->rows * p->candidates);
             require_same_reals(p, first.statistics, x->statistics, p->rows * MEMLEAN_STATISTICS);
             require_same_reals(p, first.entropy, x->entropy, p->rows);
+            require_same_reals(p, first.logsumexp, x->logsumexp, p->rows);
+            require_same_reals(p, first.max, x->max, p->rows);
             require_same_reals(p, first.sum_p2, x->sum_p2, p->rows);
             REQUIRE(memcmp(first.argmax, x->argmax, (size_t)p->rows * sizeof *x->argmax) == 0);
             require_same_gradients(p, first.gradient, x->gradient);

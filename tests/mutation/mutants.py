@@ -157,13 +157,18 @@ MUTANTS = [
     Mutant(CORE, "(chosen - state.max) * scale->inverse_temperature - log_sum", "(chosen - state.max) - log_sum"),
     Mutant(CORE, "state.shifted / sum * scale->inverse_temperature", "state.shifted / sum"),
     Mutant(CORE, "entropy > highest ? highest : entropy", "entropy"),
-    Mutant(CORE, "state.max + 0.0", "state.max"),
+    Mutant(CORE, "MEMLEAN_STATISTICS, state.max + 0.0", "MEMLEAN_STATISTICS, state.max"),
     Mutant(
         CORE, "p->entropy ? mean_shift : 0", "mean_shift", survives="the third statistic is read with entropy alone"
     ),
     Mutant(CORE, "column < 0 || column >= p->vocab) {\n            store", "0) {\n            store"),
-    Mutant(CORE, "if (p->sum_p2)\n        store(real(p), p->sum_p2, row, 0);", ""),
-    Mutant(CORE, "if (p->entropy)\n        store(real(p), p->entropy, row, 0);", ""),
+    Mutant(CORE, "{p->entropy, p->logsumexp, p->max, p->sum_p2}", "{p->logsumexp, p->max, p->sum_p2}"),
+    Mutant(CORE, "{p->entropy, p->logsumexp, p->max, p->sum_p2}", "{p->entropy, p->max, p->sum_p2}"),
+    Mutant(CORE, "{p->entropy, p->logsumexp, p->max, p->sum_p2}", "{p->entropy, p->logsumexp, p->sum_p2}"),
+    Mutant(CORE, "{p->entropy, p->logsumexp, p->max, p->sum_p2}", "{p->entropy, p->logsumexp, p->max}"),
+    Mutant(CORE, "none = state.excess == -1 ? -INFINITY : NAN", "none = NAN"),
+    Mutant(CORE, "valid ? state.max + 0.0 : none", "valid ? state.max : none"),
+    Mutant(CORE, "state.max * scale->inverse_temperature + log_sum", "state.max + log_sum"),
     Mutant(CORE, "store(real(p), p->logp, row * p->candidates + k, 0);", ";"),
     # core: backward
     Mutant(CORE, "needed |= grad != 0;", ""),
