@@ -222,7 +222,7 @@ def token_stats(
         want = [name for name in want if name != "logp"]
         index = _no_candidates(logits)
     _check(logits, index)
-    logp, entropy, logsumexp, argmax, highest, sum_p2, _ = _TokenStats.apply(
+    *fields, _ = _TokenStats.apply(
         logits,
         index,
         "entropy" in want,
@@ -232,8 +232,8 @@ def token_stats(
         _ignore_index(ignore_index),
         _chunk_bytes(chunk_bytes),
     )
-    fields = TokenStats(logp, entropy, logsumexp, argmax, highest, sum_p2)
-    return TokenStats(**{name: field for name, field in fields._asdict().items() if name in want})
+    fields = zip(TokenStats._fields, fields, strict=True)
+    return TokenStats(*[field if name in want else None for name, field in fields])
 
 
 def entropy_from_logits(
