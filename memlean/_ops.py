@@ -15,6 +15,7 @@ logits' shape, or, with ``keep_offsets`` (``[rows + 1]``), the kept columns of a
 around them do.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,20 @@ from torch import Tensor
 from memlean import _native, reference
 
 _library = torch.library.Library("memlean", "DEF")
+
+
+def _keep_at_exit(library: torch.library.Library) -> None:
+    """Its finalizer would run at exit as well, and take the schemas away under a daemon thread inside an operator.
+
+    That ends in a segmentation fault. torch keeps the schemas of its own operators.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # no public way leads to it
+        alive = finalizer.peek()
+        if alive is not None and alive[0] is library:
+            finalizer.atexit = False
+
+
+_keep_at_exit(_library)
 
 
 def _define(schema: str, generic: Callable[..., Any]) -> None:

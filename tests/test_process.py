@@ -163,8 +163,8 @@ def many():
         call()
 for _ in range(3):
     threading.Thread(target=many, daemon={daemon}).start()
-time.sleep(0.2)
 check()
+time.sleep(0.2)
 print("done")
 """
     result = child.run("-c", SETUP + script, timeout=60)
